@@ -236,8 +236,8 @@ class Daemon:
             begun_unix_s=begin.begun_unix_s,
             ended_unix_s=ended,
             where=where_of(move_log).value,
-            bytes=move_log.record.sent_bytes,
-            pause_s=move_log.record.pause_s,
+            bytes=move_log.known.sent_bytes,
+            pause_s=move_log.known.pause_s,
             waiting_for="" if ended or moving is None else moving.waiting_for,
             user_id=begin.user_id if begin.user_id >= 0 else None,
         )

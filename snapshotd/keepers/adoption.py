@@ -250,8 +250,9 @@ class Adoption:
         for move_log in self.node.journal.all():
             if move_log.begin.role == "target" and move_log.last_mark is Mark.ACTIVATED:
                 entry = self.node.ranks.get(move_log.begin.rank_uid, "guest")
-                own = entry is not None and entry.cgroup == move_log.record.cgroup
-                if own and entry is not None and not entry.moving:
+                if entry is None or entry.moving:
+                    continue
+                if entry.cgroup == (await in_thread(move_log.whole)).cgroup:
                     await self._wake(entry, move_log)
         entries = self.node.ranks.all()
         await self._end_unkept(entries)

@@ -5,8 +5,9 @@ writer wins permanently, also across a crash. A missing record means "not decide
 written (fsync fails), the daemon exits at once: its memory might not match the disk, and the next start reads what is
 really there. A full disk does not count as that: the journal then uses space that is kept for it (reserve.py).
 
-The journal is read once, when it is opened, and answers from memory after that. Every change is durable on disk before the
-memory changes, so an answer never contains more than the disk.
+The journal is read when it is opened, and answers from memory after that, except for the details of moves that have ended:
+of those only a summary stays in memory. Every change is durable on disk before the memory changes, so an answer never
+contains more than the disk.
 
 Layout: STATE_DIR/moves/MOVE/{begin.json, marks, outcome.json, overruling.json}. `marks` has one JSON object per line.
 overruling.json overrules outcome.json, see `overrule`; version 0.1 called it word.json. closed.json, where there is one,
@@ -33,9 +34,11 @@ import msgspec
 
 from snapshotd.api.errors import Busy, Damaged, NotFound, Usage
 from snapshotd.moves import record as records
+from snapshotd.moves import summary
 from snapshotd.moves.record import Begin, Fields, MoveRecord, OutcomeRecord
 from snapshotd.moves.reserve import Reserve
 from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.moves.summary import Summary
 from snapshotd.proc import host
 
 log = logging.getLogger(__name__)
@@ -57,6 +60,8 @@ def check_move_id(move: str) -> str:
 class MoveLog:
     """One move in the journal. The lock orders changes inside one daemon; the link orders outcomes on disk."""
 
+    __slots__ = ("_folder", "_reserve", "begin", "known", "lock", "outcome")  # there are thousands of them
+
     def __init__(
         self,
         folder: Path,
@@ -65,9 +70,9 @@ class MoveLog:
         outcome: OutcomeRecord | None = None,
         reserve: Reserve | None = None,
     ) -> None:
-        self.folder = folder
+        self._folder = os.fspath(folder)
         self.begin = begin
-        self.record = record or MoveRecord()
+        self.known: MoveRecord | Summary = record or MoveRecord()  # what is in memory
         self.outcome = outcome
         self._reserve = reserve
         self.lock = threading.Lock()
@@ -80,6 +85,28 @@ class MoveLog:
         return cls(folder, begin, _read_marks(folder / "marks"), outcome, reserve)
 
     @property
+    def folder(self) -> Path:
+        return Path(self._folder)
+
+    @property
+    def record(self) -> MoveRecord:
+        """As `whole`, for a move that has not ended: it is in memory."""
+        return self.whole()
+
+    def whole(self) -> MoveRecord:
+        """All that was journalled. Of a move that has ended it is read from the disk: blocking. Raises Damaged."""
+        known = self.known
+        return known if isinstance(known, MoveRecord) else _read_marks(self.folder / "marks")
+
+    def fold(self) -> None:
+        """Keeps only a summary in memory. For a move that has ended here: little is asked about it any more."""
+        with self.lock:
+            if isinstance(self.known, MoveRecord):
+                self.known = Summary.of(self.known)
+            self.begin = summary.begin_of(self.begin)
+            self.outcome = summary.outcome_of(self.outcome) if self.outcome else None
+
+    @property
     def move(self) -> str:
         return self.begin.move
 
@@ -89,7 +116,7 @@ class MoveLog:
 
     @property
     def last_mark(self) -> Mark:
-        return self.record.mark or (Mark.BEGUN if self.begin.role == "source" else Mark.PREPARED)
+        return self.known.mark or (Mark.BEGUN if self.begin.role == "source" else Mark.PREPARED)
 
     @property
     def committed(self) -> bool:
@@ -102,12 +129,12 @@ class MoveLog:
     @property
     def ended_unix_s(self) -> float:
         """When this daemon finished its part; 0 while it has not."""
-        ended = self.record.mark in {Mark.SETTLED, Mark.DISCARDED, Mark.ACTIVATED}
-        return self.record.marked_unix_s if ended else 0.0
+        ended = self.known.mark in {Mark.SETTLED, Mark.DISCARDED, Mark.ACTIVATED}
+        return self.known.marked_unix_s if ended else 0.0
 
     def copy_exists(self) -> bool:
         """Whether the rank's root process, or its restored copy, is still on this node."""
-        return self.begin.boot_id == host.boot_id() and self.record.root.alive()
+        return self.begin.boot_id == host.boot_id() and self.known.root.alive()
 
     def mark(self, mark: Mark, **fields: Unpack[Fields]) -> None:
         """Appends a mark, durably. `fields` are what a restarted daemon needs to continue from here. Blocking."""
@@ -115,7 +142,9 @@ class MoveLog:
         line = records.encode_fields({"mark": mark, "marked_unix_s": now, **fields}) + b"\n"
         with self.lock:
             _append_durably(self.folder / "marks", line, self._reserve)
-            self.record = msgspec.structs.replace(self.record, mark=mark, marked_unix_s=now, **fields)
+            changed = {"mark": mark, "marked_unix_s": now, **fields}
+            kept = {name: value for name, value in changed.items() if name in self.known.__struct_fields__}
+            self.known = msgspec.structs.replace(self.known, **kept)
 
     def decide(self, outcome: Outcome, reason: str, decided_by: str) -> OutcomeRecord:
         """Writes the outcome unless there is one; returns the one that stands. Blocking."""
@@ -162,6 +191,8 @@ class Journal:
         for entry in sorted(self.folder.iterdir()):
             if MOVE_ID.fullmatch(entry.name) and (entry / "begin.json").exists():
                 move_log = MoveLog.read(entry, reserve)
+                if move_log.ended_unix_s:
+                    move_log.fold()
                 self._open[move_log.move] = move_log
 
     def begin(self, begin: Begin) -> MoveLog:

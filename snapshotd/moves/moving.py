@@ -56,8 +56,8 @@ class Moving:
         return self.log.begin.boot_id == host.boot_id()
 
     def forget(self) -> None:
-        """Drops what only an open move needs. The move itself stays in memory until it leaves the history."""
-        self.offload = self.ahead = None
+        """Drops what only an open move needs, for calls that still have this one."""
+        self.offload = self.ahead = self.settling = self.streaming = None
         self.facts, self.nodes = pb.RankFacts(), []
 
     def wake(self) -> None:

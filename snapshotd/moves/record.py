@@ -1,8 +1,8 @@
 """Defines the typed record of one move: how it began, what was marked since, and how it ended.
 
-The journal (snapshotd/moves/journal.py) reads a record once, when the daemon starts, and keeps it in memory; each mark adds
-fields to it. Field names on disk are part of the format: a daemon must be able to read the journal of an older one, so a
-field that is renamed here keeps its old name on disk (`msgspec.field(name=…)`), and the types accept what was written then.
+The journal (snapshotd/moves/journal.py) keeps the record of an unfinished move in memory; each mark adds fields to it. Field
+names on disk are part of the format: a daemon must be able to read the journal of an older one, so a field that is renamed
+here keeps its old name on disk (`msgspec.field(name=…)`), and the types accept what was written then.
 
 No I/O here.
 """
@@ -268,6 +268,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: int = msgspec.field(default=0, name="bytes")
     carried: list[str] = []
     pause_s: float = 0.0
+    failure: str = ""  # what the rank lacks after an undo, or why it was ended
 
     # target
     gpu_pairs: list[tuple[str, str]] = []  # UUID on the source, UUID here
@@ -324,6 +325,7 @@ class Fields(TypedDict, total=False):
     sent_bytes: int
     carried: list[str]
     pause_s: float
+    failure: str
     gpu_pairs: list[tuple[str, str]]
     gpus_reserved: list[str]
     user_ids: list[int]

@@ -1,7 +1,7 @@
 """Makes the steps of all roles idempotent by (move, step), and lets them run to completion once begun.
 
-Every role (source, target, peer, gate) has its moves in memory, its journal, and one settle loop per unfinished move, which
-carries out what a crash or a silent driver left undone.
+Every role (source, target, peer, gate) has its journal, its unfinished moves in memory, and one settle loop for each of them,
+which carries out what a crash or a silent driver left undone. A move that has ended is in the journal only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 from snapshotd.api.errors import Changed, NotFound, Refused, SnapshotError, Undone, WrongState
 from snapshotd.moves.journal import Journal, MoveLog, check_move_id
@@ -59,16 +60,18 @@ class Steps:
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
-        self.moves: dict[str, Moving] = {}
+        self.moves: dict[str, Moving] = {}  # those that this daemon follows: they have not ended
+        #: Others, while a call is at work on them: calls for the same move must have the same lock.
+        self._recalled: WeakValueDictionary[str, Moving] = WeakValueDictionary()
 
     def moving(self, move: str) -> Moving:
-        """The move. One that ended before a restart is read from the journal. Raises NotFound."""
-        found = self.moves.get(check_move_id(move))
+        """The move. One that has ended is recalled from the journal. Raises NotFound."""
+        found = self.moves.get(check_move_id(move)) or self._recalled.get(move)
         if found is None:
             move_log = self.journal.find(move)
             if move_log is None or move_log.begin.role != self.role:
                 raise NotFound(self.not_here.format(move=move))
-            found = self.moves[move] = self.recall(move_log)
+            found = self._recalled[move] = self.recall(move_log)
         return found
 
     def recall(self, move_log: MoveLog) -> Moving:
@@ -105,8 +108,20 @@ class Steps:
                 yield
 
     def follow(self, moving: Moving, work: Coroutine[Any, Any, None]) -> None:
-        """Starts the settle loop of a move."""
-        moving.settling = asyncio.create_task(work, name=f"settle {self.role} of {moving.log.move}")
+        """Starts the settle loop of a move, after which nothing of the move stays in memory but a summary."""
+        moving.settling = asyncio.create_task(
+            self._follow(moving, work), name=f"settle {self.role} of {moving.log.move}"
+        )
+
+    async def _follow(self, moving: Moving, work: Coroutine[Any, Any, None]) -> None:
+        await work
+        move = moving.log.move
+        async with moving.lock:  # a step may still be at work on it
+            moving.forget()
+            await in_thread(moving.log.fold)
+            if self.moves.get(move) is moving:
+                self._recalled[move] = self.moves.pop(move)  # a call that waits for its lock
+        await in_thread(heap.give_back)
 
 
 def late(refusal: Refused) -> SnapshotError:
@@ -134,7 +149,7 @@ async def settle_loop(
     wait: Callable[[float], Awaitable[None]] | None = None,
 ) -> None:
     """Settles one move until it is `finished` (default: SETTLED). Waits `first_s` for the driver before the first attempt.
-    Logs the reason for waiting when it changes. Afterwards, the memory that the move needed is given back."""
+    Logs the reason for waiting when it changes."""
     wait = wait or moving.wait
     finished = finished or (lambda: moving.log.last_mark is Mark.SETTLED)
     with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase="settle"):
@@ -152,6 +167,3 @@ async def settle_loop(
                 logged = moving.waiting_for
                 log.info("move %s: %s: %s", moving.log.move, what, logged)
             await wait(again_s)
-    async with moving.lock:
-        moving.forget()
-    await in_thread(heap.give_back)

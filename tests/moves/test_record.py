@@ -66,7 +66,7 @@ def test_old_source_journal_is_read(old: Path) -> None:
     assert known.socket_options.options == [Kept(7, 12, {"SO_PRIORITY": "06000000"})]
     assert known.socket_options.timers == [TIMERS]
     assert (known.linked, known.carried) == ([("/tmp/x", 66, 1234)], ["/tmp/x/file"])
-    assert (known.sent_bytes, known.pause_s) == (123467, 1.25)
+    assert (known.sent_bytes, known.pause_s, known.failure) == (123467, 1.25, "lost")
 
 
 def test_old_target_journal_is_read(old: Path) -> None:

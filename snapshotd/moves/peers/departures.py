@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.addresses import split_address
@@ -98,15 +98,7 @@ class Departures:
             raise Denied(f"no rank {uid} has left node {self.node.config.node}", remedy=_REMEDY)
         if [log for log in moves if log.begin.role in {"source", "target"}][-1].begin.role == "target":
             raise Denied(f"rank {uid} has come back to node {self.node.config.node}: it is not on {holder}")
-        own = sorted({*await in_thread(sockets.own_addresses), *LOOPBACKS})
-        listened = {
-            reached
-            for move_log in departures
-            for rewire in move_log.record.rewires
-            if rewire.kind == pb.Rewire.LISTENER
-            for reached in reached_at(Address(rewire.old_local.ip, rewire.old_local.port), own, v6only=rewire.v6only)
-        }
-        if strange := sorted(set(addresses) - listened):
+        if strange := sorted(await in_thread(_unknown_to, departures, addresses)):
             raise Denied(
                 f"rank {uid} did not listen at {', '.join(map(str, strange[:5]))} when it left node"
                 f" {self.node.config.node}, so connections there are not forwarded to {holder}",
@@ -165,3 +157,17 @@ class Departures:
                     log.info("%s cannot confirm that rank %s has left it: %s", node.name, uid, error.message)
                     break
         return set()
+
+
+def _unknown_to(departures: Sequence[MoveLog], addresses: Collection[Address]) -> set[Address]:
+    """Those of the addresses at which the rank did not listen when it left. Blocking: reads moves that have ended, the newest
+    first, until it has found all addresses."""
+    own, left = sorted({*sockets.own_addresses(), *LOOPBACKS}), set(addresses)
+    for move_log in reversed(departures):
+        if not left:
+            break
+        for rewire in move_log.whole().rewires:
+            if rewire.kind == pb.Rewire.LISTENER:
+                local = Address(rewire.old_local.ip, rewire.old_local.port)
+                left.difference_update(reached_at(local, own, v6only=rewire.v6only))
+    return left

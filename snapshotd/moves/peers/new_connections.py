@@ -54,7 +54,7 @@ def drain(pids: Sequence[int]) -> None:
 
 def admit(move_log: MoveLog) -> None:
     """Admits new connections again. Idempotent; costs nothing where none were held."""
-    if move_log.record.new_connections_held:
+    if move_log.known.new_connections_held:
         packets.drop_table(table(move_log.move))
 
 

@@ -187,7 +187,9 @@ class Departure:
     async def _close(self, moving: Moving, sent_bytes: int | None = None) -> None:
         await in_thread(stripe_files.sweep, self.node.config.image_dir, moving.log.move)
         sent_bytes = moving.log.record.sent_bytes if sent_bytes is None else sent_bytes
-        await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s, sent_bytes=sent_bytes)
+        await in_thread(
+            moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s, sent_bytes=sent_bytes, failure=moving.failure
+        )
         outcome = moving.log.outcome
         self.node.caches_left.pop(moving.log.move, None)
         metrics.move_ended(outcome.outcome if outcome else "ABORT")

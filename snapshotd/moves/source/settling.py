@@ -50,8 +50,9 @@ class SourceSettling(Steps):
         self.departure = Departure(node, communicators)
 
     def recall(self, move_log: MoveLog) -> Moving:
-        """A move, with the nodes that the driver named when it began."""
-        return Moving(move_log, nodes=[node.to_proto() for node in move_log.record.nodes])
+        """A move, with the nodes that the driver named when it began, if it has not ended."""
+        nodes = [] if move_log.ended_unix_s else move_log.record.nodes
+        return Moving(move_log, nodes=[node.to_proto() for node in nodes], failure=move_log.known.failure)
 
     def track(self, move_log: MoveLog) -> Moving:
         moving = self.moves[move_log.move] = self.recall(move_log)
@@ -63,9 +64,10 @@ class SourceSettling(Steps):
         stripe_files.sweep_ended(self.node.config.image_dir, self.journal)
         for move_log in self.journal.all():
             if move_log.begin.role == "source" and move_log.last_mark is not Mark.SETTLED:
-                if move_log.record.mark is None:  # a crash before anything was done
+                if move_log.known.mark is None:  # a crash before anything was done
                     move_log.decide(Outcome.ABORT, "it never began here", "source")
                     move_log.mark(Mark.SETTLED)
+                    move_log.fold()
                     continue
                 moving = self.track(move_log)
                 moving.adopted = True
@@ -200,7 +202,7 @@ class SourceSettling(Steps):
         if decided is None:
             return pb.Outcome(kind=pb.UNDECIDED, where=where.value)
         reason = decided.reason
-        if decided.outcome is Outcome.ABORT and move_log.record.pid:
+        if decided.outcome is Outcome.ABORT and move_log.known.pid:
             reason = "; ".join(filter(None, (reason, moving.failure)))
             if not move_log.copy_exists():
                 where = Where.ENDED

@@ -264,6 +264,7 @@ class SourceSteps(SourceSettling):
         move_log = self.journal.begin(unknown)
         move_log.decide(Outcome.ABORT, reason, "source")
         move_log.mark(Mark.SETTLED)
+        move_log.fold()
 
     async def abandon(self, move: str, reason: str) -> None:
         """The rank's home keeper was killed: records ABORT whatever copies there are, because no copy may run without it."""
@@ -281,9 +282,9 @@ class SourceSteps(SourceSettling):
         async with self.ending(moving, "settle"):
             await self.settle_once(moving)
             settled = moving.log.last_mark is Mark.SETTLED
-            if settled and pause_s and not moving.log.record.pause_s:  # settled before the driver knew the pause
+            if settled and pause_s and not moving.log.known.pause_s:  # settled before the driver knew the pause
                 await in_thread(moving.log.mark, Mark.SETTLED, pause_s=pause_s)
-        sent_bytes = moving.log.record.sent_bytes
+        sent_bytes = moving.log.known.sent_bytes
         return pb.ReleaseReply(released=settled, waiting_for=moving.waiting_for, bytes=sent_bytes)
 
     async def outcome(self, move: str) -> pb.Outcome:

@@ -24,7 +24,7 @@ _resuming: set[asyncio.Task[None]] = set()
 async def wake(move_log: MoveLog) -> None:
     """Lets an activated copy run: admits its packets, sends SIGCONT, thaws its cgroup so that all processes start at once,
     then releases the threads that were parked for the GPU and opens its gates. Idempotent."""
-    known = move_log.record
+    known = await in_thread(move_log.whole)
     group = Cgroup(Path(known.cgroup))
     for problem in await in_thread(socket_options.put_back, group.pids(), known.socket_options):
         log.warning("a socket of rank %s differs from before: %s", move_log.begin.rank, problem)
@@ -44,6 +44,6 @@ async def wake(move_log: MoveLog) -> None:
 
 def asleep(move_log: MoveLog, group: Cgroup) -> bool:
     """Whether something of an activated copy is still frozen, parked, or behind a closed gate. Blocking."""
-    known = move_log.record
+    known = move_log.whole()
     parked = standstill.parked_ones(known.cuda, held_copy.processes(known.nccl_processes))
     return group.frozen() or standstill.parked(parked) or bool(known.nccl_processes and not known.gates_opened)
