@@ -142,7 +142,7 @@ class Engine:
         for about in decided:
             if about.decision is RankDecision.MOVE:
                 await self._begin(world, about)
-            elif about.decision is RankDecision.ALERT and world.order_to_move(about.rank) is None:
+            elif about.decision is RankDecision.ALERT and not _may_stay(world, about):
                 subject = f"rank {about.rank.rank} of {about.rank.job_key} on {about.rank.node}"
                 alerts[subject], data[subject] = about.reason, _for_the_report(world, about)
             if about.look_at:
@@ -257,7 +257,9 @@ class Engine:
             if self.only_order not in (0, order.id):
                 continue
             node = world.nodes.get(order.node)
-            if node is None:
+            if order.kind == "rebalance":
+                await self._end_if_done(order, None, world, decided)
+            elif node is None:
                 await self.store.end_order(order.id, f"{order.node} is not in {self.cluster.origin}")
             elif order.kind == "return" and node.state is NodeState.VALIDATING:
                 if order.id not in self._validating:
@@ -265,7 +267,7 @@ class Engine:
             elif order.id not in self._validating or self._validating[order.id].done():
                 await self._end_if_done(order, node, world, decided)
 
-    async def _end_if_done(self, order: Order, node: Node, world: World, decided: list[AboutRank]) -> None:
+    async def _end_if_done(self, order: Order, node: Node | None, world: World, decided: list[AboutRank]) -> None:
         """Ends an order if every rank has moved, or none of the others can be moved now."""
         mine = [about for about in decided if about.why.order == order.id]
         unasked = [name for name, one in world.nodes.items() if one.reachable and one.asked_unix_s < order.since_unix_s]
@@ -275,7 +277,8 @@ class Engine:
             return
         if any(move.order == order.id for move in world.running):
             return
-        if node.state is NodeState.DRAINING and node.reachable and not any(r.node == node.name for r in world.ranks):
+        draining = node is not None and node.state is NodeState.DRAINING and node.reachable
+        if node is not None and draining and not any(r.node == node.name for r in world.ranks):
             # Its last rank was seen to be gone in the middle of this round: the next one finds that it is drained.
             self.watchers[node.name].look_now()
             self._wake.set()
@@ -288,7 +291,7 @@ class Engine:
             left += [move.result for move in moves if move.state is not MoveState.MOVED and move.result]
             if not moves and not left:
                 left.append(f"the rank is not on {order.node} any more")
-        if order.kind != "return" and not node.reachable:
+        if node is not None and order.kind != "return" and not node.reachable:
             left.append("the node does not answer")
         if others := len(all_moved) - moved:
             left.insert(0, f"{others} of lower priority moved out of the way")
@@ -317,6 +320,12 @@ def _believed(nodes: Mapping[str, Node], ranks: list[tuple[float, Rank]]) -> tup
     for asked, rank in ranks if silent else ():
         newest[rank.uid] = max(asked, newest.get(rank.uid, 0.0))
     return tuple(rank for asked, rank in ranks if rank.node not in silent or asked >= newest[rank.uid])
+
+
+def _may_stay(world: World, about: AboutRank) -> bool:
+    """Whether a rank that cannot be moved is fine where it is: who gave the order learns why it was not moved."""
+    kind = next((order.kind for order in world.orders if order.id == about.why.order), "")
+    return kind in ("move", "rebalance")
 
 
 def _for_the_report(world: World, about: AboutRank) -> dict[str, Any]:

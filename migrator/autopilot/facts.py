@@ -102,19 +102,21 @@ def about_ranks(world: World, policy: Policy, now: float) -> list[AboutRank]:
     The moves that this call decides count for the limits at once, so that all of its decisions hold together.
     """
     found: list[AboutRank] = []
-    leaving: dict[tuple[str, int], list[tuple[Rank, Leave]]] = {}  # by node and order
+    leaving: dict[tuple[str, int, str], list[tuple[Rank, Leave]]] = {}  # by node, order, and where they go back to
+    bringing_back = {order.id for order in world.orders if order.brings_back}
     leavable = (NodeState.DRAINING, NodeState.TAINTED)
     troubled = [name for name, node in world.nodes.items() if node.state in leavable]
     # Without an order only ranks on these nodes can have a reason to leave.
     for rank in world.ranks if world.orders else [rank for name in troubled for rank in world.ranks_on(name)]:
         why = _leaves(world, policy, rank, now)
         if why is not None:
-            leaving.setdefault((rank.node, why.order), []).append((rank, why))
+            home = rank.home if why.order in bringing_back else ""
+            leaving.setdefault((rank.node, why.order, home), []).append((rank, why))
     for members in leaving.values():
         members.sort(key=lambda member: (-policy.job_for(member[0]).priority, member[0].job, member[0].rank))
     groups = sorted(leaving.items(), key=lambda group: (-policy.job_for(group[1][0][0]).priority, group[0]))
     all_leaving = [rank for members in leaving.values() for rank, _ in members]
-    for (_, order), members in groups:
+    for (_, order, _), members in groups:
         ranks = [rank for rank, _ in members]
         placement = _placed(world, policy, order, ranks, now, _held(world, policy, all_leaving, ranks, now))
         for rank, why in members:
@@ -166,11 +168,10 @@ def _leaves(world: World, policy: Policy, rank: Rank, now: float) -> Leave | Non
     if order is not None:
         by = order.by or "an operator"
         return Leave(f"{by} ordered to {order.kind} {rank.node}", order.id, order.since_unix_s)
-    back = world.nodes.get(rank.home)
-    for order in world.orders:  # migrator return
-        mine = order.kind == "return" and order.node == rank.home != rank.node
-        if mine and back is not None and back.state is NodeState.RETURNED:
-            return Leave(f"{order.by or 'an operator'} returned {rank.home}", order.id, order.since_unix_s)
+    for order in world.orders:
+        if order.brings_back and _goes_home(world, order, rank):
+            what = f"returned {rank.home}" if order.kind == "return" else "ordered to rebalance"
+            return Leave(f"{order.by or 'an operator'} {what}", order.id, order.since_unix_s)
     if node is None or node.state not in (NodeState.DRAINING, NodeState.TAINTED):
         return None
     for one in ruled_for(world, policy, rank.node, now):
@@ -180,6 +181,15 @@ def _leaves(world: World, policy: Policy, rank: Rank, now: float) -> Leave | Non
     if node.state is NodeState.DRAINING:
         return Leave(f"{rank.node} is being drained: {node.reason}", 0, node.since_unix_s, "unknown")
     return None
+
+
+def _goes_home(world: World, order: Order, rank: Rank) -> bool:
+    """Whether an order brings the rank back to the node where it was started: once that one may be used again."""
+    home = world.nodes.get(rank.home)
+    if home is None or rank.home == rank.node or order.node not in ("", rank.home):
+        return False
+    usable = (NodeState.RETURNED,) if order.kind == "return" else (NodeState.RETURNED, NodeState.HEALTHY)
+    return home.state in usable and home.reachable and not home.maintenance
 
 
 def concerns(alarm: Alarm, rank: Rank) -> bool:
@@ -192,9 +202,9 @@ def concerns(alarm: Alarm, rank: Rank) -> bool:
     return True
 
 
-def _targets_of(order: Order | None) -> tuple[str, ...]:
-    """The nodes that an order names."""
-    return () if order is None else (order.node,) if order.kind == "return" else order.targets
+def _targets_of(order: Order | None, rank: Rank) -> tuple[str, ...]:
+    """The nodes that an order names for a rank."""
+    return () if order is None else (rank.home,) if order.brings_back else order.targets
 
 
 def _failed(world: World, policy: Policy, now: float) -> Callable[[Rank, str], bool]:
@@ -212,14 +222,14 @@ def _held(world: World, policy: Policy, leaving: list[Rank], ranks: list[Rank], 
 
 
 def _placed(world: World, policy: Policy, order_id: int, ranks: list[Rank], now: float, held: list[Move]) -> Placement:
-    """Where the ranks of a node go that are not on their way yet."""
+    """Where the ranks of a node go that are not on their way yet. An order brings all of them back to the same node."""
     order = next((order for order in world.orders if order.id == order_id), None)
     on_their_way = {(move.rank_uid, move.source) for move in world.running}
     return place(
         world,
         [rank for rank in ranks if (rank.uid, rank.node) not in on_their_way and not rank.moving],
         policy.spares,
-        only=_targets_of(order),
+        only=_targets_of(order, ranks[0]),
         avoid=_failed(world, policy, now),
         held=held,
     )
@@ -267,7 +277,7 @@ def _make_room(world: World, policy: Policy, about: AboutRank, leaving: list[Ran
     are moved out of its way first, if the policy allows that."""
     rank, why = about.rank, about.why
     order = next((order for order in world.orders if order.id == why.order), None)
-    if policy.spares.preempt == "never" or policy.spares.gang == "require" or (order and order.kind == "return"):
+    if policy.spares.preempt == "never" or policy.spares.gang == "require" or (order and order.brings_back):
         return [about]
     would = _about_rank(world, policy, rank, why, Placement({rank.uid: "a place"}, ""), now)
     if would.decision is not RankDecision.MOVE:
@@ -290,7 +300,7 @@ def _make_room(world: World, policy: Policy, about: AboutRank, leaving: list[Ran
         policy,
         rank,
         now,
-        only={move.source for move in fresh} or _targets_of(order),
+        only={move.source for move in fresh} or _targets_of(order, rank),
         may_leave=lambda one: (
             one not in leaving and _may_make_room(world, policy, one, _out_of_the_way(policy, one, about), now)
         ),

@@ -177,6 +177,7 @@ class Node:
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""
     memory_free_bytes: int = 0
+    maintenance: str = ""  # until when its maintenance lasts, which has begun or begins soon; empty: there is none
 
     @property
     def dedicated(self) -> bool:
@@ -226,11 +227,11 @@ class Move:
 
 @dataclass(frozen=True)
 class Order:
-    """What an operator asked for: `migrator drain`, `evacuate` or `return`, or on the page to move one rank."""
+    """What an operator asked for: `migrator drain`, `evacuate`, `return`, `rebalance`, or on the page to move one rank."""
 
     id: int
-    kind: str  # drain, evacuate, return or move
-    node: str  # of "move": where the rank was
+    kind: str  # drain, evacuate, return, rebalance or move
+    node: str  # of "move": where the rank was; of "rebalance": empty, all are meant
     targets: tuple[str, ...] = ()
     reason: str = ""
     by: str = ""
@@ -247,7 +248,12 @@ class Order:
 
     @property
     def subject(self) -> str:
-        return f"{self.rank_name} on {self.node}" if self.kind == "move" else self.node
+        return f"{self.rank_name} on {self.node}" if self.kind == "move" else self.node or "the cluster"
+
+    @property
+    def brings_back(self) -> bool:
+        """Whether ranks are moved to the nodes where they were started, and may as well stay where they are."""
+        return self.kind in ("return", "rebalance")
 
 
 class ProposalState(StrEnum):

@@ -102,7 +102,11 @@ def _unusable(node: Node) -> str:
         return "does not answer"
     if node.state is not NodeState.HEALTHY:
         return f"is {node.state}"
-    return ""
+    return _maintained(node)
+
+
+def _maintained(node: Node) -> str:
+    return f"has maintenance until {node.maintenance}" if node.maintenance else ""
 
 
 def unfit(node: Node, source: Node, rules: Spares, only: Collection[str]) -> str:
@@ -111,7 +115,8 @@ def unfit(node: Node, source: Node, rules: Spares, only: Collection[str]) -> str
         return "was not named"
     if not only and not node.dedicated and not rules.floating:
         return "is no spare"
-    if (reason := _unusable(node)) and not (only and node.reachable and node.state is NodeState.RETURNED):
+    returned = bool(only) and node.reachable and node.state is NodeState.RETURNED
+    if reason := _maintained(node) if returned else _unusable(node):
         return reason
     if source.labels.get("network", "") != node.labels.get("network", ""):
         return "is in another network domain"

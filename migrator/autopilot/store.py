@@ -210,7 +210,8 @@ class Store(Proposals, OutsideAlarms):
                 if other.node == order.node and (other.kind != "move" or other.rank_uid == order.rank_uid):
                     raise WrongState(
                         f"{other.kind} of {other.subject} is in progress (order {row['id']})",
-                        remedy=f"wait for it, or end it with `migrator undrain {order.node}`",
+                        remedy="wait for it"
+                        + (f", or end it with `migrator undrain {order.node}`" if order.node else ""),
                     )
             cursor = tx.execute("INSERT INTO orders (ended_unix_s, data) VALUES (0, '')")
             given = replace(order, id=cursor.lastrowid or 0, since_unix_s=self.now())
@@ -300,6 +301,15 @@ class Store(Proposals, OutsideAlarms):
 
     async def alerts(self) -> dict[str, str]:
         return {row["about"]: row["text"] for row in await self._all("SELECT about, text FROM alerts")}
+
+    async def last_orders(self) -> dict[str, Order]:
+        """The last order about each node that has one. Orders to move one rank do not count."""
+        query = (
+            "SELECT data FROM orders WHERE id IN (SELECT max(id) FROM orders WHERE json_extract(data, '$.kind') IN"
+            " ('drain', 'evacuate', 'return') GROUP BY json_extract(data, '$.node'))"
+        )
+        found = [msgspec.json.decode(row["data"], type=Order) for row in await self._all(query)]
+        return {order.node: order for order in found}
 
     async def order(self, number: int) -> Order:
         row = await self._one("SELECT data FROM orders WHERE id = ?", number)

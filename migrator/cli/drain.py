@@ -9,25 +9,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from migrator import formatting
-from migrator.cli import arguments, output, state
+from migrator.cli import arguments, orders, output, state
 from snapshotd.api.errors import Refused
 
 if TYPE_CHECKING:
-    from migrator.autopilot.facts import AboutRank
-    from migrator.autopilot.model import Move, Order
+    from migrator.autopilot.model import Order
     from migrator.autopilot.policy import Policy
-    from migrator.autopilot.store import Store
     from migrator.cluster import Cluster
-
-HEADS = ("JOB", "RANK", "FROM", "TO", "OUTCOME", "PAUSE", "REASON")
-FOLLOW_S = 0.3
 
 
 def add(verbs: arguments.Verbs) -> None:
@@ -41,7 +33,9 @@ def add(verbs: arguments.Verbs) -> None:
     evacuate = verbs.add(
         "evacuate",
         functools.partial(_order, "evacuate"),
-        "like drain, and also move the ranks of jobs that the policy excludes",
+        "move all ranks of a node away now, also those of jobs that the policy excludes",
+        more="Ranks of different jobs leave at the same time, and of one job one after the other, unless the policy says "
+        "that they are independent. Exits with 10 if a rank stays.",
         examples="  migrator evacuate node-3",
     )
     returned = verbs.add(
@@ -89,7 +83,7 @@ def _order(kind: str, options: argparse.Namespace) -> int:
     order = Order(0, kind, options.node, options.to, options.reason, state.operator())
     folder, as_json = state.folder(options, cluster), arguments.wants_json(options)
     if options.dry_run:
-        return asyncio.run(_plan(cluster, policy, folder, order, as_json=as_json))
+        return asyncio.run(orders.plan(cluster, policy, folder, order, as_json=as_json))
     return asyncio.run(_carry_out(cluster, policy, folder, order, as_json=as_json))
 
 
@@ -104,7 +98,7 @@ async def _carry_out(cluster: Cluster, policy: Policy, folder: Path, order: Orde
         known = (await store.load(store.now())).nodes
         first = NodeState.VALIDATING if order.kind == "return" else NodeState.DRAINING
         given = await store.give_order(order, first)
-        await _follow(cluster, policy, store, given.id)
+        await orders.follow(cluster, policy, store, given.id)
         ended, moves = await store.order(given.id), await store.moves_of_order(given.id)
         after = (await store.load(store.now())).nodes[order.node]
     done = after.state in (NodeState.DRAINED, NodeState.RETURNED, NodeState.HEALTHY)
@@ -120,94 +114,14 @@ async def _carry_out(cluster: Cluster, policy: Policy, folder: Path, order: Orde
                 "state": after.state.value,
                 "complete": done,
                 "summary": ended.summary,
-                "moves": [_move_json(move) for move in moves],
+                "moves": [orders.move_json(move) for move in moves],
             }
         )
     else:
         if moves:
-            output.table(HEADS, [_row(move) for move in moves], right=("RANK", "PAUSE"))
+            orders.table(moves)
         print(formatting.plain(f"{order.node} is {after.state}: {ended.summary}"))
     return 0 if done else Refused.exit_code
-
-
-async def _follow(cluster: Cluster, policy: Policy, store: Store, order: int) -> None:
-    """Waits until the order has ended. Whenever no autopilot runs, carries it out."""
-    from migrator.autopilot import actor
-    from migrator.autopilot.engine import Engine
-
-    while not (await store.order(order)).ended_unix_s:
-        with actor.acting(store.folder) as first:
-            if first:
-                await Engine(cluster, policy, store, only_order=order).run(asyncio.Event())
-                continue
-        await asyncio.sleep(FOLLOW_S)
-
-
-def _move_json(move: Move) -> dict[str, Any]:
-    return {**msgspec.to_builtins(move), "job": move.job_key.partition("/")[2]}
-
-
-def _row(move: Move) -> tuple[str, ...]:
-    pause = formatting.seconds(move.pause_s) if move.pause_s else "-"
-    job = move.job_key.partition("/")[2]
-    return (job, str(move.rank), move.source, move.target, move.state.value, pause, move.result)
-
-
-# ---------------------------------------------------------------------- dry run
-
-
-async def _plan(cluster: Cluster, policy: Policy, folder: Path, order: Order, *, as_json: bool) -> int:
-    """Shows where each rank would go, as if they could all move at once."""
-    from migrator.autopilot.facts import about_ranks
-    from migrator.autopilot.model import NodeState
-    from migrator.autopilot.policy import Job
-    from migrator.autopilot.store import Store
-    from migrator.autopilot.survey import survey
-
-    jobs = tuple(msgspec.structs.replace(job, independent=True) for job in (*policy.jobs, Job("*")))
-    policy = msgspec.structs.replace(policy, jobs=jobs)
-    async with Store.open(folder) as store:
-        world, silent = await survey(cluster, policy, store)
-        now = store.now()
-    after = NodeState.RETURNED if order.kind == "return" else NodeState.DRAINING
-    node = replace(world.nodes[order.node], state=after)
-    order = replace(order, id=-1, since_unix_s=now)
-    world = replace(world, nodes={**world.nodes, order.node: node}, orders=(order,))
-    decided = [about for about in about_ranks(world, policy, now) if about.why.order == order.id]
-    if as_json:
-        output.json_object(
-            {
-                "kind": order.kind,
-                "node": order.node,
-                "dry_run": True,
-                "ranks": [_plan_json(about) for about in decided],
-                "unreachable": output.silent_objects(silent),
-            }
-        )
-        return 0
-    output.warn_silent(silent, len(cluster.nodes), as_json=False)
-    rows = [
-        (about.rank.job, str(about.rank.rank), about.rank.node, about.target or "-", about.decision.value, about.reason)
-        for about in decided
-    ]
-    if rows:
-        output.table(("JOB", "RANK", "FROM", "TO", "DECISION", "REASON"), rows, right=("RANK",))
-    else:
-        print("no rank would be moved")
-    return 0
-
-
-def _plan_json(about: AboutRank) -> dict[str, Any]:
-    return {
-        "uid": about.rank.uid,
-        "job": about.rank.job,
-        "user_id": about.rank.user_id,
-        "rank": about.rank.rank,
-        "source": about.rank.node,
-        "target": about.target,
-        "decision": about.decision.value,
-        "reason": about.reason,
-    }
 
 
 # ---------------------------------------------------------------------- undrain

@@ -25,6 +25,7 @@ from migrator.cli import (
     policy,
     proposals,
     ps,
+    rebalance,
     recover,
     report,
     run,
@@ -60,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     verbs.add("run", None, run.SUMMARY)  # only for the list: `run` has its own parser
     for verb in (ps, nodes, watch, doctor, health, check, move, status, history, recover):
         verb.add(verbs)
-    for verb in (drain, taint, proposals, spares, autopilot, policy, report, cluster, lab, pki):
+    for verb in (drain, rebalance, taint, proposals, spares, autopilot, policy, report, cluster, lab, pki):
         verb.add(verbs)
     return made
 

@@ -31,6 +31,7 @@ class PilotDaemon(FakeDaemon):
     fails_to: set[str] = field(default_factory=set)  # targets to which the stream fails
     claims: list[pb.Rank] = field(default_factory=list)  # ranks that it lists and does not have
     said: int = 0
+    on_begin: Callable[[str], Any] = lambda rank_uid: None  # may block
     room_bytes: int = 0  # memory for all ranks together; 0: as much as they like
     progress: Callable[[int], pb.NodeProgress] | None = None  # of its ranks, after a reading
     report: pb.Health | None = None  # instead of what is true; without an epoch it gets a new one each time
@@ -95,6 +96,7 @@ class PilotDaemon(FakeDaemon):
         return reply
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
+        self.on_begin(request.rank_uid)
         record = self.record(request.move)
         record.role, record.rank_uid = "source", request.rank_uid
         record.source_node, record.target_node = self.name, request.target_node
