@@ -2,6 +2,8 @@
 
 Invariant: a change is on disk when its call returns, with all its records, or nothing of it ever is. Records have numbers
 without gaps, and each has the digest of the one before it (chain.py), also if several processes write.
+
+With several autopilots the database is a copy of what they share (shared.py): a change is made there before it is made here.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from typing import Any, Self, TypeVar
 
 import aiosqlite
 
-from migrator.autopilot import chain
+from migrator.autopilot import chain, membership, shared
 from migrator.autopilot.chain import Record
-from snapshotd.api.errors import BadConfig
+from migrator.autopilot.etcd import Etcd
+from snapshotd.api.errors import BadConfig, SnapshotError
 
 T = TypeVar("T")
 FILE = "autopilot.sqlite"
@@ -51,6 +54,7 @@ CREATE TABLE IF NOT EXISTS orders (
 CREATE TABLE IF NOT EXISTS proposals (id INTEGER PRIMARY KEY, ended_unix_s REAL NOT NULL, data TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS alerts (about TEXT PRIMARY KEY, text TEXT NOT NULL, since_unix_s REAL NOT NULL) STRICT;
 """
+_TABLES += shared.TABLE
 
 
 class Transaction:
@@ -59,13 +63,17 @@ class Transaction:
     def __init__(self, connection: Connection, clock: Callable[[], float]) -> None:
         self._connection, self._now = connection, clock
         self.records: list[Record] = []  # that were appended
+        self.statements: list[shared.Statement] = []  # what was changed
         self._last: tuple[int, str] | None = None  # number and digest of the newest record; None: not read yet
 
     def execute(self, query: str, values: Sequence[Any] = ()) -> Cursor:
+        """Changes something. All values are given, none is computed by SQLite: copies must come to the same state."""
+        self.statements.append((query, False, values))
         return self._connection.execute(query, values)
 
     def executemany(self, query: str, values: Sequence[Sequence[Any]]) -> None:
         if values:
+            self.statements.append((query, True, values))
             self._connection.executemany(query, values)
 
     def all(self, query: str, *values: Any) -> list[Row]:
@@ -89,15 +97,15 @@ class Transaction:
 
     def attempt(self, act: Callable[[Transaction], Any]) -> Any:
         """The result of one change. If it raises, it is taken back alone, and the exception is the result."""
-        count, last = len(self.records), self._last
-        self.execute("SAVEPOINT change")
+        count, last, made = len(self.records), self._last, len(self.statements)
+        self._connection.execute("SAVEPOINT change")
         try:
             result = act(self)
         except Exception as error:  # noqa: BLE001 - its caller gets it
-            del self.records[count:]
+            del self.records[count:], self.statements[made:]
             self._last, result = last, error
-            self.execute("ROLLBACK TO change")
-        self.execute("RELEASE change")
+            self._connection.execute("ROLLBACK TO change")
+        self._connection.execute("RELEASE change")
         return result
 
 
@@ -111,16 +119,21 @@ class Database:
         reader: aiosqlite.Connection,
         folder: Path,
         clock: Callable[[], float],
+        history: shared.Shared | None,
     ) -> None:
         self._writer, self._thread, self._reader, self.folder, self.now = writer, thread, reader, folder, clock
+        self.history = history  # None: this database is the only one
         self._waiting: list[tuple[Callable[[Transaction], Any], asyncio.Future[Any]]] = []
         self._writing: asyncio.Task[None] | None = None
         self.on_record: Callable[[Record], None] = lambda record: None  # called after the transaction
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, folder: Path, clock: Callable[[], float] = time.time) -> AsyncIterator[Self]:
-        """Opens the database of a folder; both are made if they do not exist."""
+    async def open(cls, folder: Path, clock: Callable[[], float] = time.time, *, fence: int = 0) -> AsyncIterator[Self]:
+        """Opens the database of a folder; both are made if they do not exist.
+
+        With a `fence` (leader.py) it is changed only as long as this process leads, else shared.TermOver is raised.
+        """
         async with contextlib.AsyncExitStack() as stack:
             # Changes are functions that read and write, so they are made in one thread of their own. Readers have
             # another one, because this one waits for the disk in each commit.
@@ -128,7 +141,7 @@ class Database:
             loop = asyncio.get_running_loop()
             try:
                 await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
-                writer = await loop.run_in_executor(thread, _writer, folder)
+                writer = await loop.run_in_executor(thread, connect, folder)
                 stack.push_async_callback(loop.run_in_executor, thread, writer.close)
                 reader = await stack.enter_async_context(
                     aiosqlite.connect(folder / FILE, timeout=30.0, isolation_level=None)
@@ -137,7 +150,12 @@ class Database:
                 await reader.execute("PRAGMA query_only = ON")
             except (OSError, DatabaseError) as error:
                 raise _unusable(folder, error) from error
-            made = cls(writer, thread, reader, folder, clock)
+            settings, history = membership.of_folder(folder), None
+            if settings is not None:
+                etcd = Etcd(settings)
+                stack.callback(etcd.close)
+                history = shared.Shared(etcd, SCHEMA, fence)
+            made = cls(writer, thread, reader, folder, clock, history)
             try:
                 yield made
             finally:
@@ -179,16 +197,54 @@ class Database:
 
     def _commit(self, acts: list[Callable[[Transaction], Any]]) -> tuple[list[Any], list[Record]]:
         """The results of changes, made in one transaction, and their records. In the thread of the database."""
+        if self.history is None:
+            if shared.local(self._writer) is not None:
+                raise membership.lost(self.folder)
+            return self._transaction(acts)
+        try:
+            self.history.refresh(self._writer)
+            while True:
+                try:
+                    return self._transaction(acts)
+                except shared.Behind:
+                    self.history.catch_up(self._writer)
+        except shared.TooLarge:
+            return self._commit_parts(acts)
+        except SnapshotError as error:
+            if self.history.fence:
+                raise shared.TermOver(error.message) from error
+            raise
+
+    def _commit_parts(self, acts: list[Callable[[Transaction], Any]]) -> tuple[list[Any], list[Record]]:
+        """For changes that are too many for one entry of the history."""
+        if len(acts) == 1:
+            return [shared.too_large()], []
+        results, records = self._commit(acts[: len(acts) // 2])
+        try:
+            more, later = self._commit(acts[len(acts) // 2 :])
+        except Exception as error:  # noqa: BLE001 - its callers get it; the first half is made
+            more, later = [error] * (len(acts) - len(results)), []
+        return results + more, records + later
+
+    def _transaction(self, acts: list[Callable[[Transaction], Any]]) -> tuple[list[Any], list[Record]]:
         self._writer.execute("BEGIN IMMEDIATE")
         try:
             made = Transaction(self._writer, self.now)
             results = [made.attempt(act) for act in acts]
+            if self.history is not None and made.statements:
+                self.history.publish(self._writer, made.statements)
             self._writer.execute("COMMIT")
         except BaseException:
             if self._writer.in_transaction:  # after some errors SQLite has ended it already
                 self._writer.execute("ROLLBACK")
             raise
         return results, made.records
+
+    async def follow(self) -> bool:
+        """Makes the changes of other autopilots here too. Returns whether there were any."""
+        if self.history is None:
+            return False
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.history.catch_up, self._writer)
 
     # ---------------------------------------------------------------- reading
 
@@ -210,7 +266,8 @@ class Database:
         return list(await self._reader.execute_fetchall(query, values))
 
 
-def _writer(folder: Path) -> Connection:
+def connect(folder: Path) -> Connection:
+    """A connection for changes."""
     connection = sqlite3.connect(folder / FILE, timeout=30.0, isolation_level=None)
     try:
         connection.row_factory = Row

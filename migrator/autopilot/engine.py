@@ -51,7 +51,10 @@ _STATES = {
 
 
 class Engine:
-    """One cluster. `on_phase` gets the id of a move and its events; `on_round` what was known, decided and alerted."""
+    """One cluster. `on_phase` gets the id of a move and its events; `on_round` what was known, decided and alerted.
+
+    With `leads` false another autopilot acts: then nothing is recorded, and only `follow` may be called.
+    """
 
     def __init__(
         self,
@@ -60,13 +63,14 @@ class Engine:
         store: Store,
         *,
         only_order: int = 0,
+        leads: bool = True,
         on_phase: Callable[[str, Event], None] = lambda move, event: None,
         on_round: Callable[[World, list[AboutRank], dict[str, str]], None] = lambda world, decided, alerts: None,
     ) -> None:
         self.cluster, self.policy, self.store, self.only_order = cluster, policy, store, only_order
         self.on_phase, self.on_round = on_phase, on_round
         self._wake = asyncio.Event()
-        self.watchers = {node: Watcher(cluster, node, store, self._wake.set) for node in cluster.nodes}
+        self.watchers = {node: Watcher(cluster, node, store, self._wake.set, records=leads) for node in cluster.nodes}
         self._moving: dict[str, asyncio.Task[None]] = {}  # by the id of the move
         self._validating: dict[int, asyncio.Task[None]] = {}  # by the id of the order
         self._latest: tuple[World, float] | None = None  # of the last round, and until when viewers get it
@@ -99,6 +103,23 @@ class Engine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def follow(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set: asks the nodes, so that viewers see them. Another autopilot decides, or none does."""
+        watching = [asyncio.create_task(watcher.run()) for watcher in self.watchers.values()]
+        try:
+            while not stop.is_set():
+                self.on_round(await self.world(), [], await self.store.alerts())
+                await self._sleep(watching)
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+
+    def take_over(self, before: Engine) -> None:
+        """Knows which nodes were silent for another one. Their first answers are not waited for."""
+        for name, watcher in before.watchers.items():
+            self.watchers[name].error, self.watchers[name].silent_since = watcher.error, watcher.silent_since
 
     async def first_answers(self) -> None:
         """Waits until every watched node has answered or failed to."""
@@ -158,6 +179,10 @@ class Engine:
         if self._latest is not None and time.monotonic() < self._latest[1]:
             return self._latest[0]
         return await self.world()
+
+    def notices(self) -> dict[str, str]:
+        """What the page shows about this autopilot itself: nothing, because it is the only one."""
+        return {}
 
     async def world(self) -> World:
         """Everything that is known now."""

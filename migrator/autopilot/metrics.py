@@ -66,6 +66,9 @@ class Metrics:
         self._round = Gauge(
             "migrator_last_round_timestamp_seconds", "When it last decided, in seconds since 1970", registry=made
         )
+        self._leader = Gauge("migrator_leader", "1: this autopilot acts; 0: it stands by", registry=made)
+        self._store = Gauge("migrator_store_reachable", "0: etcd does not answer, so nothing is decided", registry=made)
+        self.role(leads=True, reachable=True)
         Info("migrator", "This autopilot", registry=made).info({"version": version.described()})
         ProcessCollector(registry=made)
         self._rules.set(sum(rule.action is not Action.OBSERVE for rule in policy.rules))
@@ -77,12 +80,15 @@ class Metrics:
         for decision in ("move", "alert", *NodeState):
             if decision is not NodeState.VALIDATING:  # an operator's order
                 self._decisions.labels(decision=decision)
-
         for name in SIGNAL_OUTCOMES:
             self._signals.labels(outcome=name)
 
     def count_signals(self, outcome: str, count: int) -> None:
         self._signals.labels(outcome=outcome).inc(count)
+
+    def role(self, *, leads: bool, reachable: bool) -> None:
+        self._leader.set(leads)
+        self._store.set(reachable)
 
     async def count_log(self, store: Store) -> None:
         """Counts what is in the log already."""

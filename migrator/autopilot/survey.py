@@ -17,7 +17,7 @@ LIMIT_S = 20.0
 
 async def survey(cluster: Cluster, policy: Policy, store: Store) -> tuple[World, dict[str, SnapshotError]]:
     """What the autopilot would know now, and the nodes that do not answer. Moves nothing."""
-    engine = Engine(cluster, policy, store)
+    engine = Engine(cluster, policy, store, leads=store.history is None)  # else autopilots record what the nodes say
     watching = [asyncio.create_task(watcher.run()) for watcher in engine.watchers.values()]
     try:
         with contextlib.suppress(TimeoutError):

@@ -60,10 +60,12 @@ class Allowance:
 
 
 class Watcher:
-    """One node. `changed` is called when something new is known."""
+    """One node. `changed` is called when something new is known. With `records` false, another autopilot records events."""
 
-    def __init__(self, cluster: Cluster, node: str, store: Store, changed: Callable[[], None]) -> None:
-        self.cluster, self.node, self.store, self._changed = cluster, node, store, changed
+    def __init__(
+        self, cluster: Cluster, node: str, store: Store, changed: Callable[[], None], *, records: bool = True
+    ) -> None:
+        self.cluster, self.node, self.store, self._changed, self._records = cluster, node, store, changed, records
         self.sighting: Sighting | None = None
         self.error: SnapshotError | None = None
         self.silent_since: float | None = None  # monotonic
@@ -113,6 +115,9 @@ class Watcher:
 
     async def _poll(self, client: DaemonClient, wait_s: float) -> bool:
         """Records new events. Returns whether there were any, or an alarm changed."""
+        if not self._records:
+            await self._pause(wait_s)
+            return False
         news = False
         while True:
             epoch, sequence = await self.store.cursor(self.node)
@@ -121,9 +126,7 @@ class Watcher:
                 reply = await self._unless_needed(client.node.GetHealth(request, timeout_s=wait_s + CALL_S))
             except UnknownMethod:  # a daemon without health: its ranks can still be moved
                 reply = None
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await self._look_now.wait()
+                await self._pause(wait_s)
             if reply is None:
                 return news
             report = convert.health(self.node, reply)
@@ -136,6 +139,12 @@ class Watcher:
             news = await self.store.take_in(report, with_events=not flood) or news
             if flood or not reply.more:
                 return news
+
+    async def _pause(self, wait_s: float) -> None:
+        """Until a look at the ranks is needed, but not longer than that."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._look_now.wait()
 
     async def _unless_needed(self, call: Coroutine[Any, Any, pb.Health]) -> pb.Health | None:
         """The answer, or None if a look at the ranks is needed before it arrives. The events arrive with the next poll."""

@@ -12,12 +12,12 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from migrator import formatting
-from migrator.cli import arguments, output, state
+from migrator.cli import arguments, output, sharing, state
 from snapshotd.api import version
-from snapshotd.api.errors import Usage
+from snapshotd.api.errors import Unreachable, Usage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from migrator.autopilot.page.serving import Place
     from migrator.autopilot.page.view import Phases
     from migrator.autopilot.policy import Policy
+    from migrator.autopilot.store import Store
+    from migrator.autopilot.terms import Terms
     from migrator.cluster import Cluster
 
 
@@ -56,6 +58,7 @@ def add(verbs: arguments.Verbs) -> None:
     )
     state.add_policy(parser, required=True)
     state.add_state(parser)
+    sharing.add(parser)
     page = parser.add_argument_group("page")
     page.add_argument(
         "--page", type=_address, metavar="ADDRESS:PORT", help="serve a page with the state of the cluster there"
@@ -100,7 +103,11 @@ def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
     folder = state.folder(options, cluster)
     logging.getLogger("migrator").setLevel(logging.INFO)
-    asyncio.run(_run(cluster, policy, folder, options.metrics, page, as_json=arguments.wants_json(options)))
+    from migrator.autopilot import actor
+
+    with actor.only_one(folder):
+        sharing.prepare(options, folder)
+        asyncio.run(_run(cluster, policy, folder, options.metrics, page, as_json=arguments.wants_json(options)))
     return 0
 
 
@@ -137,7 +144,6 @@ async def _run(
     *,
     as_json: bool,
 ) -> None:
-    from migrator.autopilot import actor
     from migrator.autopilot.engine import Engine
     from migrator.autopilot.metrics import Metrics
     from migrator.autopilot.page.view import Phases
@@ -154,36 +160,57 @@ async def _run(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    with actor.only_one(folder):
-        async with Store.open(folder) as store, contextlib.AsyncExitStack() as stack:
-            metrics, where = Metrics(policy), ""
-            if metrics_at is not None:
-                await metrics.count_log(store)
-                server = MetricsServer(metrics.exposition)
-                where = await server.start(*metrics_at, "--metrics")
-                stack.push_async_callback(server.close)
+    async with Store.open(folder) as store, contextlib.AsyncExitStack() as stack:
+        metrics, where, phases = Metrics(policy), "", Phases()
+        if metrics_at is not None:
+            await metrics.count_log(store)
+            server = MetricsServer(metrics.exposition)
+            where = await server.start(*metrics_at, "--metrics")
+            stack.push_async_callback(server.close)
 
-            def on_record(record: Record) -> None:
-                metrics.count(record)
-                show(record, as_json=as_json)
+        def on_record(record: Record) -> None:
+            metrics.count(record)
+            show(record, as_json=as_json)
 
-            store.on_record = on_record
-            acting = [rule.name for rule in policy.rules if rule.action.value != "observe"]
-            rules = f"rules that act: {', '.join(acting)}" if acting else "no rule acts: it only observes"
-            text = f"migrator {version.described()} with {policy.origin}; {rules}"
-            text += f"; metrics at http://{where}/metrics" if where else ""
-            await store.note("start", text, nodes=len(cluster.nodes), policy=policy.origin)
-            phases = Phases()
-            engine = Engine(cluster, policy, store, on_phase=phases.note, on_round=metrics.round)
-            async with _served(page, engine, phases, metrics.count_signals):
-                with contextlib.suppress(asyncio.CancelledError):  # the second signal
-                    await engine.run(stop)
-            await store.note("stop", "stopped by a signal")
+        seen = Seen(on_record)
+        pilot: Engine | Terms
+        if store.history is None:
+            pilot = Engine(cluster, policy, store, on_phase=phases.note, on_round=metrics.round)
+            store.on_record = seen
+        else:
+            pilot = sharing.terms(cluster, policy, store, phases, metrics, seen, as_json=as_json)
+        acting = [rule.name for rule in policy.rules if rule.action.value != "observe"]
+        rules = f"rules that act: {', '.join(acting)}" if acting else "no rule acts: it only observes"
+        text = f"migrator {version.described()} with {policy.origin}; {rules}"
+        text += f"; metrics at http://{where}/metrics" if where else ""
+        await note(store, "start", text, nodes=len(cluster.nodes), policy=policy.origin)
+        async with _served(page, pilot, seen, phases, metrics.count_signals):
+            with contextlib.suppress(asyncio.CancelledError):  # the second signal
+                await pilot.run(stop)
+        await note(store, "stop", "stopped by a signal")
+
+
+@dataclass
+class Seen:
+    """What gets the records. The page adds itself."""
+
+    on_record: Callable[[Record], None]
+
+    def __call__(self, record: Record) -> None:
+        self.on_record(record)
+
+
+async def note(store: Store, kind: str, text: str, **data: Any) -> None:
+    """Records something about this process. If etcd does not answer now, it is not recorded."""
+    try:
+        await store.note(kind, text, **data)
+    except Unreachable as error:
+        log.warning("not recorded: %s: %s (%s)", kind, text, error.message)
 
 
 @contextlib.asynccontextmanager
 async def _served(
-    page: Page | None, engine: Engine, phases: Phases, counted: Callable[[str, int], None]
+    page: Page | None, pilot: Engine | Terms, seen: Seen, phases: Phases, counted: Callable[[str, int], None]
 ) -> AsyncIterator[None]:
     """Serves the page while the context lasts, if there is to be one. Its address is recorded, and so printed."""
     if page is None:
@@ -195,25 +222,25 @@ async def _served(
     from migrator.autopilot.page.serving import serving
     from migrator.autopilot.page.webhook import Webhook
 
-    store, routes = engine.store, []
+    store, routes = pilot.store, []
     if page.token_file is None:
         tokens, origin = Tokens.of_folder(store.folder)
     else:
         tokens, origin = Tokens.read(page.token_file), page.token_file
     if page.sender_file is not None:
-        names, senders = Names(engine.cluster), Tokens.read(page.sender_file)
-        routes = Webhook(store, senders, names, engine.policy.webhook, counted).routes()
-    feed = Feed(store, engine.shown_world, engine.policy.spares, phases)
-    async with serving(page.place, page.listener, feed, tokens, list(engine.cluster.nodes), routes) as url:
-        shown = store.on_record
+        names, senders = Names(pilot.cluster), Tokens.read(page.sender_file)
+        routes = Webhook(store, senders, names, pilot.policy.webhook, counted).routes()
+    feed = Feed(store, pilot.shown_world, pilot.policy.spares, phases, pilot.notices)
+    async with serving(page.place, page.listener, feed, tokens, list(pilot.cluster.nodes), routes) as url:
+        shown = seen.on_record
 
         def on_record(record: Record) -> None:
             shown(record)
             feed.wake()
 
-        store.on_record = on_record
+        seen.on_record = on_record
         taken = f", and signals are taken at {url}alertmanager and {url}signal" if routes else ""
-        await store.note("page", f"the page is at {url}{taken}", url=url)
+        await note(store, "page", f"the page is at {url}{taken}", url=url)
         log.info(
             "the tokens of operators for the page are in %s", origin
         )  # not recorded: everybody can read the record

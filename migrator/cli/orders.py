@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import msgspec
 
 from migrator import formatting
 from migrator.cli import output
+from snapshotd.api.errors import Unreachable
 
 if TYPE_CHECKING:
     from migrator.autopilot.facts import AboutRank
@@ -28,12 +30,34 @@ async def follow(cluster: Cluster, policy: Policy, store: Store, order: int) -> 
     from migrator.autopilot import actor
     from migrator.autopilot.engine import Engine
 
+    if store.history is not None:
+        await _wait_for_leader(store, order)
+        return
     while not (await store.order(order)).ended_unix_s:
         with actor.acting(store.folder) as first:
             if first:
                 await Engine(cluster, policy, store, only_order=order).run(asyncio.Event())
                 continue
         await asyncio.sleep(FOLLOW_S)
+
+
+async def _wait_for_leader(store: Store, order: int) -> None:
+    """With several autopilots the leader carries orders out, on whatever machine it is."""
+    from migrator.autopilot import leader
+
+    assert store.history is not None
+    etcd, key, told = store.history.etcd, store.history.leader_key, ""
+    while not (await store.order(order)).ended_unix_s:
+        await asyncio.sleep(FOLLOW_S)
+        try:
+            await store.follow()
+            leads = await asyncio.to_thread(leader.current, etcd, key)
+            wait = "" if leads else "no autopilot leads now: the next leader carries the order out"
+        except Unreachable as error:
+            wait = f"the order is recorded, and waits: {error.message}"
+        if wait != told and wait:
+            print(formatting.plain(f"migrator: {wait}"), file=sys.stderr, flush=True)
+        told = wait
 
 
 def move_json(move: Move) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Undone
+from tests.autopilot.etcd_server import EtcdServer, must_be_installed
 from tests.cli.conftest import FakeDaemon, Migrator, alone, migrator  # noqa: F401 - fixtures
 from tests.cli.fake_cluster import ServedCluster
 
@@ -154,3 +155,12 @@ def until(what: str, condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < deadline, f"waited 60 s for {what}"
         time.sleep(0.02)
     return found
+
+
+@pytest.fixture
+def etcd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EtcdServer]:
+    must_be_installed(request)
+    made = EtcdServer(tmp_path / "etcd")
+    made.start()
+    yield made
+    made.kill()

@@ -40,12 +40,17 @@ QUIET_S = 15.0
 
 
 class Feed:
-    """`world` is what the engine knows; `phases` are those of its moves."""
+    """`world` is what the engine knows; `phases` are those of its moves; `notices` are shown before the alerts."""
 
     def __init__(
-        self, store: Store, world: Callable[[], Awaitable[World]], spares: Spares, phases: view.Phases
+        self,
+        store: Store,
+        world: Callable[[], Awaitable[World]],
+        spares: Spares,
+        phases: view.Phases,
+        notices: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        self.store, self.world, self._spares, self._phases = store, world, spares, phases
+        self.store, self.world, self._spares, self._phases, self._notices = store, world, spares, phases, notices
         self._tally, self._nodes = Tally(store), view.Nodes()
         self.body, self.etag = b"{}", ""
         self._compressed = ("", b"")  # an etag and its body
@@ -99,7 +104,8 @@ class Feed:
                 self._latest = last if not new else new[-1].id
             world = await self.world()
             self._phases.keep({move.id for move in world.running})
-            alerts, headline = await self.store.alerts(), await self._tally.headline()
+            alerts = {**self._notices(), **await self.store.alerts()}
+            headline = await self._tally.headline()
             began_s = time.monotonic()
             shown = view.state(world, alerts, self._spares, self._phases, self._nodes)
             self.body = msgspec.json.encode({**shown, "report": headline})

@@ -1,0 +1,71 @@
+"""A real etcd for tests, on free ports of the loopback interface."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from migrator.autopilot.etcd import Etcd, Settings
+from snapshotd.api.errors import SnapshotError
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def must_be_installed(request: pytest.FixtureRequest) -> None:
+    if shutil.which("etcd") is None and not request.config.getoption("--whole"):
+        pytest.skip("etcd is not installed (apt-get install etcd-server): make test-all")
+
+
+class EtcdServer:
+    """`inside` is a command that runs it elsewhere, as in the network of a lab; then nothing here can reach it."""
+
+    def __init__(self, folder: Path, inside: Sequence[str] = ()) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._inside = folder, inside
+        self.url, self._peer = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
+        self.settings = Settings((self.url,))
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [
+            *self._inside,
+            *("etcd", "--data-dir", str(self.folder / "data")),
+            *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),
+            *("--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer),
+            *("--initial-cluster", f"default={self._peer}", "--unsafe-no-fsync"),
+        ]
+        # Debian's etcd for arm64 wants to be told that this is meant.
+        environment = {**os.environ, "ETCD_UNSUPPORTED_ARCH": "arm64"}
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        if not self._inside:
+            self.await_answer()
+
+    def await_answer(self) -> None:
+        etcd, deadline = Etcd(self.settings), time.monotonic() + 60
+        try:
+            while True:
+                try:
+                    etcd.get(b"x")
+                    return
+                except SnapshotError:
+                    assert time.monotonic() < deadline, (self.folder / "log").read_text()
+        finally:
+            etcd.close()
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(60)
+            self.process = None
