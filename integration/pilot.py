@@ -17,11 +17,11 @@ from integration.kernel_log import kernel_says
 class Pilot:
     """A lab with a job, and an autopilot with a state of its own for each test."""
 
-    def __init__(self, nodes: Cluster, policy: str) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: Cluster, policy: str, *options: str, state: str = "state") -> None:
+        self.nodes, self.options = nodes, options
         self.policy = nodes.folder / "policy.toml"
         self.policy.write_text(policy)
-        self.state = nodes.folder / "state"
+        self.state = nodes.folder / state
         self.witness = nodes.folder / "witness"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -39,7 +39,7 @@ class Pilot:
 
     def start(self) -> None:
         """Starts the autopilot and waits until it has seen every node."""
-        command = [*MIGRATOR, "autopilot", "--policy", str(self.policy), "--state", str(self.state)]
+        command = [*MIGRATOR, "autopilot", "--policy", str(self.policy), "--state", str(self.state), *self.options]
         with (self.nodes.folder / "autopilot.log").open("ab") as log:
             self.process = subprocess.Popen(command, env=self.nodes.environment(), stdout=log, stderr=log)
         self.sees_all()

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from integration.gpu_nodes import GpuCluster
 from integration.harness import cluster, until
 from integration.pilot import Pilot
+from migrator.cluster import Cluster
+from tests.autopilot.etcd_server import EtcdServer, must_be_installed
 
 pytestmark = [
     pytest.mark.root,
@@ -106,6 +110,44 @@ def test_autopilot_killed_during_a_move_finds_out_how_it_ended(pilot: Pilot) -> 
     assert pilot.place(job) == ["spare-1"]
     assert pilot.events("intent", "result") == ["intent", "result"]
     pilot.finish(job)
+
+
+def test_leader_killed_during_a_move_another_autopilot_settles_it(
+    pilot: Pilot, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    must_be_installed(request)
+    nodes = pilot.nodes
+    network = Cluster.read(nodes.lab.cluster_path).netns
+    assert network is not None
+    etcd = EtcdServer(tmp_path / "etcd", inside=("nsenter", f"--net={network.path}"))
+    etcd.start()
+    leader, other = (Pilot(nodes, POLICY, "--etcd", etcd.url, state=f"state-{number}") for number in (1, 2))
+    try:
+        job = pilot.job()
+        leader.start()
+        other.start()
+        nodes.fault("spare-1", "before-activate", "wait")
+        leader.memory_fails("node-1")
+        until("the commit", lambda: nodes.fired("spare-1"))
+        until("the intent on the other one", lambda: other.results() == ["intended"])
+        leader.kill()
+        (nodes.run_dir("spare-1") / "before-activate.go").touch()
+        until("the result", lambda: other.results() == ["moved"])
+        assert other.place(job) == ["spare-1"]
+        assert other.events("intent", "result") == ["intent", "result"]
+        assert len(other.events("lead")) == 2
+
+        assert other.verb("return", "node-1")["summary"] == "1 rank moved"
+        leader.start()  # it stands by, and makes up for what it missed
+        until("the first one to have the record", lambda: leader.results() == ["moved", "moved"])
+        assert leader.verb("report", "verify") == other.verb("report", "verify")
+        pilot.state = leader.state
+        pilot.finish(job)
+    finally:
+        for one in (leader, other):
+            one.kill()
+            shutil.rmtree(one.state, ignore_errors=True)
+        etcd.kill()
 
 
 def test_without_a_spare_it_alerts_and_waits(pilot: Pilot) -> None:

@@ -54,10 +54,18 @@ class EtcdServer:
         environment = {**os.environ, "ETCD_UNSUPPORTED_ARCH": "arm64"}
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        if not self._inside:
-            self.await_answer()
+        if self._inside:
+            self._await_log("ready to serve client requests")
+        else:
+            self._await_answer()
 
-    def await_answer(self) -> None:
+    def _await_log(self, text: str) -> None:
+        deadline = time.monotonic() + 60
+        while text not in (self.folder / "log").read_text():
+            assert time.monotonic() < deadline, (self.folder / "log").read_text()
+            time.sleep(0.05)
+
+    def _await_answer(self) -> None:
         etcd, deadline = Etcd(self.settings), time.monotonic() + 60
         try:
             while True:

@@ -103,7 +103,13 @@ def test_rules_alert_when_they_should(request: pytest.FixtureRequest, tmp_path: 
     assert checked.returncode == 0, checked.stdout + checked.stderr
     tested = promtool("test", "rules", CASES.name, cwd=tmp_path)
     assert tested.returncode == 0, tested.stdout + tested.stderr
-    for rule, broken in (("> 120", "> 9000"), ("leader) == 0", "leader) == 9"), ("free == 0", "free == 9"), ("[15m]) > 0", "[15m]) > 9"), ("for: 10m", "for: 1h")):
+    for rule, broken in (
+        ("> 120", "> 9000"),
+        ("leader) == 0", "leader) == 9"),
+        ("free == 0", "free == 9"),
+        ("[15m]) > 0", "[15m]) > 9"),
+        ("for: 10m", "for: 1h"),
+    ):
         assert rule in RULES.read_text()
         (tmp_path / RULES.name).write_text(RULES.read_text().replace(rule, broken))
         assert promtool("test", "rules", CASES.name, cwd=tmp_path).returncode != 0, f"{broken} is not noticed"
