@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from snapshotd.health import dcgm
 from snapshotd.health.check import Group
 from snapshotd.health.gpus import Gpus
 from snapshotd.health.host import Clock, Edac, Pressure, ReadOnly
@@ -17,9 +18,14 @@ from snapshotd.health.windows import Counters
 def groups(settings: Settings, library_dir: str, counters: Counters) -> list[Group]:
     root = Path(settings.root or "/")
     gpus = Gpus(root, library_dir, settings, counters)
+    log = KernelLog(root, counters, gpus.at)
+
+    def is_native(uuid: str, name: str) -> bool:
+        return log.is_read if name == "kernel-log" else gpus.reads(uuid, name)
+
     made: list[Group] = [
         gpus,
-        KernelLog(root, counters, gpus.at),
+        log,
         Ethernet(root, settings, counters),
         InfiniBand(root, settings, counters),
         Edac(root, settings, counters),
@@ -27,4 +33,6 @@ def groups(settings: Settings, library_dir: str, counters: Counters) -> list[Gro
         Clock(settings),
         ReadOnly(root, settings),
     ]
+    if settings.dcgm.url and dcgm.CHECK not in settings.off:
+        made.append(dcgm.Dcgm(root, settings, counters, is_native))
     return [*made, Programs(root, settings)] if settings.programs_dir else made

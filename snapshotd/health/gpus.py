@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,6 +228,13 @@ class Gpus(Group):
         self._had_gpus = False
         self._not_before_s = 0.0
         self._silence = ""
+        self._latest: dict[str, Reading] = {}
+        self._read_s = float("-inf")
+
+    def reads(self, uuid: str, name: str) -> bool:
+        """Whether a field of Reading is known of this GPU, from a reading that is not old."""
+        is_old = time.monotonic() - self._read_s > max(AGAIN_S, 3 * self.every_s)
+        return not is_old and uuid in self._latest and getattr(self._latest[uuid], name) is not None
 
     def at(self, pci: str) -> str:
         """The UUID of the GPU at an address of PCI as the kernel's log writes it; "" if it is not known."""
@@ -261,7 +269,9 @@ class Gpus(Group):
             raise Unable(self._silence)
         if answer["error"]:
             raise Unable(str(answer["error"]))
-        return self._judge.judged(self._readings(answer), now)
+        readings = self._readings(answer)
+        self._latest, self._read_s = {each.uuid: each for each in readings if not each.lost}, now.monotonic_s
+        return self._judge.judged(readings, now)
 
     def _readings(self, answer: Mapping[str, Any]) -> list[Reading]:
         readings = msgspec.convert(answer["gpus"], list[Reading])

@@ -187,6 +187,10 @@ class KernelLog(Group):
         self._descriptor = -1
         self._rest = b""  # a line without its end, in a test's file
 
+    @property
+    def is_read(self) -> bool:
+        return self._descriptor >= 0
+
     async def read(self, now: Now) -> list[Signal]:
         records = await self._reader.run(lambda: list(self._new(now)), READ_LIMIT_S)
         return [signal for record in records if (signal := judged(record, self._gpu_at)) is not None]

@@ -128,6 +128,8 @@ class Monitor:
         if name in self._settings.off:
             return pb.HealthCheck(name=name, state=pb.HealthCheck.OFF, reason="switched off by the configuration")
         of = [group for group in self._groups if name in group.names]
+        if not of:
+            return pb.HealthCheck(name=name, state=pb.HealthCheck.UNABLE, reason="it is not configured")
         reasons = [group.reasons.get(name) or self._unable.get(group, "") for group in of]
         if all(reasons):
             return pb.HealthCheck(name=name, state=pb.HealthCheck.UNABLE, reason="; ".join(reasons))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pwd
 from collections.abc import Mapping
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
+from snapshotd.api import toml_file
 from snapshotd.progress.schedule import LEAST_PERIOD_S
 
 #: Every check by name, with what it looks at. A program in the drop-in folder is the check program-NAME.
@@ -20,6 +23,7 @@ CHECKS: Mapping[str, str] = {
     "gpu-power": "a GPU that is slowed down by the power brake of the chassis",
     "gpu-pcie": "repeated transfers on PCIe, and a connection that is narrower or slower than it could be",
     "gpu-nvlink": "errors of NVLink, and links that went down",
+    "gpu-dcgm": "a dcgm-exporter that is configured and cannot be read",
     "link-ethernet": "Ethernet links that are down, go up and down, or have receive errors",
     "link-infiniband": "InfiniBand links that are down, recover, or have symbol errors",
     "host-mce": "machine checks and memory failures in the kernel's log",
@@ -52,6 +56,42 @@ THRESHOLDS: Mapping[str, float] = {
 _SECONDS = "a number of seconds from {} to {}"
 
 
+def _url(text: str) -> str:
+    """Raises ValueError."""
+    found = urlsplit(text)
+    if text and (found.scheme != "http" or not found.hostname or "@" in found.netloc or not text.isprintable()):
+        raise ValueError(f"must begin with http:// and name a host, as http://127.0.0.1:9400/metrics, not {text!r}")
+    _ = found.port  # raises if it is none
+    return text
+
+
+def _user(text: str) -> str:
+    """Raises ValueError."""
+    try:
+        _id(text)
+    except KeyError:
+        raise ValueError(f"there is no user {text!r}") from None
+    return text
+
+
+def _id(user: str) -> int:
+    return int(user) if user.isascii() and user.isdigit() else pwd.getpwnam(user).pw_uid
+
+
+class Dcgm(msgspec.Struct, frozen=True, kw_only=True):
+    """The table [health.dcgm]."""
+
+    url: Annotated[str, toml_file.text("the address of a dcgm-exporter", _url)] = ""  # empty: none
+    # An exporter reads the GPUs every 30 s unless it is told otherwise: more often one would see nothing new.
+    interval_s: Annotated[float, Meta(ge=1, le=3600, description=_SECONDS.format(1, 3600))] = 30.0
+    # Besides root, who may listen on a loopback address of `url`.
+    user: Annotated[str, toml_file.text("the name or the number of a user, as a text", _user)] = "root"
+
+    @property
+    def user_id(self) -> int:
+        return _id(self.user)
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """One field for each key of the table. A description completes the sentence "KEY must be …"."""
 
@@ -67,6 +107,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     )
     programs_interval_s: Annotated[float, Meta(ge=0.1, le=86400, description=_SECONDS.format(0.1, 86400))] = 60.0
     programs_limit_s: Annotated[float, Meta(ge=0.1, le=600, description=_SECONDS.format(0.1, 600))] = 20.0
+
+    dcgm: Annotated[Dcgm, toml_file.table("a table", Dcgm)] = Dcgm()
 
     def threshold(self, name: str) -> float:
         return self.thresholds.get(name, THRESHOLDS[name])

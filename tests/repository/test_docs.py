@@ -24,7 +24,7 @@ from snapshotd import main as daemon
 from snapshotd.api import node_file
 from snapshotd.api.errors import BY_CODE, BadConfig
 from snapshotd.config import Config
-from snapshotd.health.settings import CHECKS, THRESHOLDS, Settings
+from snapshotd.health.settings import CHECKS, THRESHOLDS, Dcgm, Settings
 from snapshotd.preflight import source, target
 from snapshotd.runtime import metrics
 
@@ -253,6 +253,7 @@ def test_every_configuration_key_is_explained() -> None:
         *keys,
         *("ca", "cert", "key"),
         *Settings.__struct_fields__,
+        *Dcgm.__struct_fields__,
         *THRESHOLDS,
     }
     assert set(Config.__annotations__) - {"credentials", "criu_version"} <= keys
