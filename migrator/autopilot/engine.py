@@ -20,6 +20,7 @@ from typing import Any
 from migrator.autopilot import mover, preempt, silence, validation
 from migrator.autopilot.decide import NodeDecision, RankDecision
 from migrator.autopilot.facts import AboutRank, about_node, about_ranks, intended, proposed
+from migrator.autopilot.history import Pace
 from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, ProposalState, Rank, World
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.progress_feed import ProgressFeed
@@ -173,6 +174,10 @@ class Engine:
         if not self.only_order:
             await self.store.set_alerts(alerts, data)
         self.on_round(world, decided, alerts)
+
+    def pace(self, job_key: str) -> Pace | None:
+        """For viewers: how fast a job was during the last minutes."""
+        return self._progress.jobs.pace(job_key)
 
     async def shown_world(self) -> World:
         """For viewers: that of the last round, for a while that depends on what it costs to gather a new one."""

@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from migrator.autopilot.history import History, Pace
 from migrator.autopilot.model import Alarm, Loss, NodeProgress, Rank, RankProgress, Severity
 from migrator.autopilot.policy import Progress as Settings
 from migrator.autopilot.stragglers import Counted, Group, Straggler, Watch
@@ -38,6 +39,7 @@ class _Job:
     watch: Watch = field(default_factory=Watch)
     pending: dict[int, dict[int, Group]] = field(default_factory=dict)  # by reading and communicator
     done: int = 0  # the last reading that was taken in
+    history: History = field(default_factory=History)
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,20 @@ class Jobs:
 
     def forget(self, ranks: Iterable[Rank]) -> None:
         """Keeps only what concerns these ranks."""
+        ranks = list(ranks)
         known = {(rank.node, rank.uid) for rank in ranks}
         self._said = {
             node: {uid: one for uid, one in said.items() if (node, uid) in known} for node, said in self._said.items()
         }
-        jobs = {one.rank.job_key for said in self._said.values() for one in said.values()}
+        # Also those of which nothing is said now, because a rank is being moved.
+        jobs = {rank.job_key for rank in ranks}
         self._jobs = {key: job for key, job in self._jobs.items() if key[0] in jobs}
         self._resumed = {uid: alarm for uid, alarm in self._resumed.items() if (alarm.node, uid) in known}
+
+    def pace(self, job_key: str) -> Pace | None:
+        """How fast a job was during the last minutes. None: its collectives are not counted, or not on all its nodes."""
+        found = [job for (name, _), job in self._jobs.items() if name == job_key and job.done]
+        return max(found, key=lambda job: job.history.newest_unix_s).history.pace if found else None
 
     def alarms(self, now: float) -> list[Alarm]:
         """What is to be said about the jobs now."""
@@ -141,6 +150,7 @@ class Jobs:
             widest = max(groups.values(), key=lambda group: group.nranks)
             if widest.complete:
                 job.watch.add(number, period_ms / 1000, groups, self._settings.straggler_percent / 100)
+                job.history.add(number * period_ms / 1000, *job.watch.latest)
                 job.done = number
         if job.done and now - job.done * period_ms / 1000 > STALE_S:
             job.watch.expire()

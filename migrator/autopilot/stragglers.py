@@ -97,6 +97,11 @@ class Watch:
         self.straggler: Straggler | None = None
 
     @property
+    def latest(self) -> tuple[int, int]:
+        """The widest communicator, and the collectives of its slowest member in the last reading."""
+        return self._comm, self._readings[-1][2] if self._readings else 0
+
+    @property
     def settled(self) -> bool:
         """Whether there are enough readings to say something."""
         return len(self._readings) >= LEAST_READINGS
