@@ -314,6 +314,16 @@ class World:
     def alarms_on(self, node: str) -> Sequence[Alarm]:
         return self._alarms_by_node.get(node, ())
 
+    def ranks_of(self, job_key: str) -> Sequence[Rank]:
+        return self._ranks_by_job.get(job_key, ())
+
+    @cached_property
+    def _ranks_by_job(self) -> Mapping[str, Sequence[Rank]]:
+        found: dict[str, list[Rank]] = {}
+        for rank in self.ranks:
+            found.setdefault(rank.job_key, []).append(rank)
+        return found
+
     @cached_property
     def _ranks_by_node(self) -> Mapping[str, Sequence[Rank]]:
         found: dict[str, list[Rank]] = {}

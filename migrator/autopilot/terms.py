@@ -17,6 +17,7 @@ from migrator.autopilot import database, leader
 from migrator.autopilot.chain import Record
 from migrator.autopilot.engine import Engine
 from migrator.autopilot.facts import AboutRank
+from migrator.autopilot.history import Pace
 from migrator.autopilot.leader import Term
 from migrator.autopilot.model import World
 from migrator.autopilot.policy import Policy
@@ -185,6 +186,10 @@ class Terms:
     async def shown_world(self) -> World:
         """For viewers."""
         return await self.engine.shown_world()
+
+    def pace(self, job_key: str) -> Pace | None:
+        """How fast a job was during the last minutes, as long as this one leads: only then the nodes are asked."""
+        return self.engine.pace(job_key)
 
     def notices(self) -> dict[str, str]:
         """For the page."""

@@ -230,7 +230,7 @@ async def _served(
     if page.sender_file is not None:
         names, senders = Names(pilot.cluster), Tokens.read(page.sender_file)
         routes = Webhook(store, senders, names, pilot.policy.webhook, counted).routes()
-    feed = Feed(store, pilot.shown_world, pilot.policy.spares, phases, pilot.notices)
+    feed = Feed(store, pilot.shown_world, pilot.policy.spares, phases, pilot.notices, pilot.pace)
     async with serving(page.place, page.listener, feed, tokens, list(pilot.cluster.nodes), routes) as url:
         shown = seen.on_record
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from starlette.routing import Route
 
 from migrator.autopilot import chain
+from migrator.autopilot.history import Pace
 from migrator.autopilot.model import World
 from migrator.autopilot.page.access import Tokens
 from migrator.autopilot.page.feed import Feed
@@ -51,6 +52,7 @@ class Page:
     phases: Phases
     world: World
     context: ssl.SSLContext | None = None
+    paces: dict[str, Pace] = field(default_factory=dict)  # by job
 
     def connection(self) -> http.client.HTTPConnection:
         place = urlsplit(self.url)
@@ -102,9 +104,9 @@ async def served(
                 name: replace(node, state=known.nodes[name].state) if name in known.nodes else node
                 for name, node in page.world.nodes.items()
             }
-            return replace(page.world, nodes=nodes, orders=known.orders)
+            return replace(page.world, nodes=nodes, orders=known.orders, proposals=known.proposals)
 
-        feed = Feed(store, now, Spares(), phases)
+        feed = Feed(store, now, Spares(), phases, pace=lambda job: page.paces.get(job))
         store.on_record = lambda record: feed.wake()
         where = place or Place("127.0.0.1", 0)
         async with serving(where, where.listen(), feed, Tokens.read(file), list(world.nodes), more(store)) as url:

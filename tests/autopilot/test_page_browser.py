@@ -6,6 +6,7 @@ Screenshots are left in build/page, for people to look at.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -17,12 +18,65 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from migrator.autopilot.page import access
 from tests.autopilot.conftest import PilotCluster
 from tests.autopilot.pages import autopilot
+from tests.autopilot.test_progress import PERIOD_MS, counting
 from tests.cli.conftest import a_rank
 
 HOSTILE = "<img src=x onerror=alert(1)></script>"
 LONG = "a-job-with-a-name-that-has-no-place-for-a-line-break-" * 4
 SHOTS = Path(__file__).parents[2] / "build" / "page"
 NARROW = (390, 844)
+POLICY = """
+[[rules]]
+name = "gpus"
+checks = ["gpu-*"]
+action = "move"
+[[rules]]
+name = "links"
+checks = ["net-*"]
+action = "drain"
+approval = true
+[breaker]
+nodes_percent = 80
+"""
+NOTHING_WRONG: dict[str, list[str]] = {"faint": [], "nameless": [], "twice": []}
+#: The least contrast of text with what is behind it, and controls without a name, on the page as it is drawn.
+EXAMINE = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const colour = (text) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = text;
+    canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  };
+  const over = (front, back) => [0, 1, 2].map((at) => front[at] * front[3] + back[at] * (1 - front[3]));
+  const behind = (element) => {
+    const layers = [];
+    for (let one = element; one; one = one.parentElement) layers.unshift(colour(getComputedStyle(one).backgroundColor));
+    return layers.reduce((back, front) => over(front, back), [255, 255, 255]);
+  };
+  const light = (rgb) => {
+    const [r, g, b] = rgb.map((one) => (one / 255 <= 0.03928 ? one / 255 / 12.92 : ((one / 255 + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const faint = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].some((one) => one.nodeType === 3 && one.textContent.trim());
+    if (!own || !element.checkVisibility() || element.closest("dialog, .unseen, .skip, noscript")) continue;
+    const style = getComputedStyle(element);
+    const back = behind(element);
+    const text = over(colour(element.closest("svg") ? style.fill : style.color), back);
+    const [low, high] = [light(text), light(back)].sort((one, other) => one - other);
+    const ratio = (high + 0.05) / (low + 0.05);
+    if (ratio < 4.5) faint.push(`${element.className} ${element.textContent.slice(0, 30)}: ${ratio.toFixed(2)}`);
+  }
+  const labelled = (one) => [...(one.labels || [])].some((label) => label.textContent.trim());
+  const controls = [...document.querySelectorAll("button, a[href], input, select, [role=img]")];
+  const nameless = controls.filter((one) => one.checkVisibility()
+    && !(one.getAttribute("aria-label") || one.textContent.trim() || labelled(one)));
+  const ids = [...document.querySelectorAll("[id]")].map((one) => one.id);
+  return { faint, nameless: nameless.map((one) => one.outerHTML), twice: ids.filter((id, at) => ids.indexOf(id) !== at) };
+}"""
 
 expect.set_options(timeout=60_000)
 
@@ -39,7 +93,7 @@ def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
 @pytest.fixture
 def url(pilots: PilotCluster, tmp_path: Path) -> Iterator[str]:
     file = tmp_path / "policy.toml"
-    file.write_text('[[rules]]\nname = "gpus"\nchecks = ["gpu-*"]\naction = "move"\n[breaker]\nnodes_percent = 80\n')
+    file.write_text(POLICY)
     with autopilot(file) as found:
         yield found
 
@@ -121,8 +175,72 @@ def test_a_rank_that_moves_by_itself_is_seen_without_a_reload(pilots: PilotClust
         shoot(page, "moved")
 
 
-def test_an_operator_drains_a_node_with_the_keyboard(pilots: PilotCluster, browser: Browser, url: str) -> None:
+def log_in(pilots: PilotCluster, page: Page) -> None:
+    token = (pilots.path.parent / "state" / access.FILE).read_text().split()[1]
+    page.locator("#open-login").press("Enter")
+    page.keyboard.type(token)
+    page.keyboard.press("Enter")
+    expect(page.locator("#message")).to_have_text("Logged in as operator.")
+
+
+def test_a_rank_is_moved_in_the_view_of_its_job(pilots: PilotCluster, browser: Browser, url: str) -> None:
+    """With the keyboard, from the list of jobs; then with the mouse, by the address of the job."""
+    began = int(time.time() * 1000 / PERIOD_MS)
+    for member, name in enumerate(("node-1", "node-2", "node-3")):
+        pilots[name].ranks.append(a_rank(name, rank=member, uid=f"train-{member}"))
+        pilots[name].progress = counting(f"train-{member}", member, began, slow=member == 1)
+    with opened(browser, url) as page:
+        log_in(pilots, page)
+        job = page.get_by_role("link", name="train", exact=True)
+        expect(job.first).to_be_visible()
+        job.first.focus()
+        page.keyboard.press("Enter")
+        heading = page.get_by_role("heading", name="train", exact=True)
+        expect(heading).to_be_focused()
+        expect(page.locator("#overview")).to_be_hidden()
+        expect(page.locator("#ranks tr")).to_have_count(3)
+        curve = page.locator("#pace .curve")
+        expect(curve.first).to_be_visible()
+        assert int(curve.first.get_attribute("data-points") or 0) >= 1
+        assert page.locator("#pace svg").get_attribute("aria-label").startswith("Collectives per second")  # type: ignore[union-attr]
+        expect(page.locator("#pace-text")).to_contain_text("No period of steps is recognised")
+        expect(page.locator("#stragglers")).to_contain_text("% of the time lost")
+
+        page.get_by_role("button", name="Move rank 0 away from node-1").press("Enter")
+        dialog = page.get_by_role("dialog")
+        expect(dialog).to_contain_text("The whole job pauses while it is moved.")
+        expect(page.get_by_label("Move it to")).to_be_focused()
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Tab")
+        page.keyboard.type("noisy fan")
+        page.keyboard.press("Enter")
+        expect(page.locator("#message")).to_contain_text(
+            "rank 0 of train is being moved from node-1 to spare-2 (order 1)"
+        )
+        row = page.locator("#ranks tr", has_text="spare-2")
+        expect(row.locator("td").nth(2)).to_have_text("node-1")  # where it was started
+        expect(page.locator("#job-moves")).to_contain_text("rank 0: node-1 → spare-2")
+        expect(page.locator("#job-timeline")).to_contain_text(
+            "operator (page) ordered to move rank 0 of train on node-1"
+        )
+        shoot(page, "job")
+        page.get_by_role("link", name="All nodes and jobs").press("Enter")
+        expect(page.locator("#overview")).to_be_visible()
+        expect(page.locator("#jobs a")).to_be_focused()
+
+        page.goto(f"{url}#job/{a_rank('node-1').user_id}/train")
+        page.get_by_role("button", name="Move rank 1 away from node-2").click()
+        page.get_by_role("button", name="Yes, move rank 1 of train").click()
+        expect(page.locator("#ranks tr", has_text="spare-1")).to_be_visible()
+    assert pilots.places() == {"train-0": "spare-2", "train-1": "spare-1", "train-2": "node-3"}
+
+
+def test_an_operator_drains_a_node_with_the_keyboard_and_approves_a_proposal(
+    pilots: PilotCluster, browser: Browser, url: str
+) -> None:
     pilots["node-2"].ranks.append(a_rank("node-2"))
+    pilots["node-1"].ranks.append(a_rank("node-1", job="eval"))
     token = (pilots.path.parent / "state" / access.FILE).read_text().split()[1]
     with opened(browser, url, refused=1) as page:
         page.locator("#open-login").press("Enter")
@@ -148,6 +266,21 @@ def test_an_operator_drains_a_node_with_the_keyboard(pilots: PilotCluster, brows
         expect(page.locator("#message")).to_have_text("node-2 is being drained (order 1)")
         expect(page.locator("#node .badge").first).to_have_text("drained")
         expect(page.locator("#timeline")).to_contain_text("operator (page) ordered to drain node-2: a fan")
+
+        expect(page.locator("#proposals-section")).to_be_hidden()
+        pilots["node-1"].raise_alarm("net-link")
+        page.get_by_role("button", name="approve proposal 1: drain node-1").click()
+        expect(dialog).to_contain_text("net-link on host: it fails")
+        shoot(page, "proposal")
+        dialog.get_by_role("button", name="Yes, approve proposal 1").click()
+        expect(page.locator("#message")).to_contain_text("proposal 1 is approved")
+        expect(page.locator("#proposals")).to_contain_text("approved by operator (page)")
+        expect(page.locator("#map button", has_text="node-1")).to_have_accessible_name(
+            "node-1, drained, no ranks, 1 alarm"
+        )
+        expect(page.locator("#proposals button")).to_have_accessible_name("reject proposal 1: drain node-1")
+        page.locator("#logout").click()
+        expect(page.locator("#proposals button")).to_have_count(0)  # without a login
     assert set(pilots.places().values()) == {"spare-1"}
 
 
@@ -164,5 +297,12 @@ def test_it_fits_a_telephone_in_light_and_dark(pilots: PilotCluster, browser: Br
             width = page.evaluate("document.documentElement.scrollWidth")
             assert width <= NARROW[0], f"{scheme}: the page is {width} px wide"
             colours.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+            assert page.evaluate(EXAMINE) == NOTHING_WRONG
             shoot(page, f"telephone-{scheme}")
+            page.locator("#jobs a", has_text=LONG).click()
+            expect(page.locator("#ranks tr")).to_have_count(1)
+            width = page.evaluate("document.documentElement.scrollWidth")
+            assert width <= NARROW[0], f"{scheme}: the view of a job is {width} px wide"
+            assert page.evaluate(EXAMINE) == NOTHING_WRONG
+            shoot(page, f"telephone-job-{scheme}")
     assert len(colours) == 2

@@ -7,7 +7,7 @@ browser may do, changes nothing a second time: it is refused.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -22,10 +22,11 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     """The body of an action."""
 
     action: str
-    node: str  # of "move": where the rank is
+    node: str = ""  # of "move": where the rank is
     reason: Annotated[str, Meta(max_length=500)] = ""
     rank: str = ""  # of "move": its uid
     target: str = ""  # of "move"; empty: a spare is chosen
+    proposal: int = 0  # of "approve" and "reject"
 
 
 async def _drain(feed: Feed, asked: Asked, by: str) -> str:
@@ -56,6 +57,12 @@ async def _move(feed: Feed, asked: Asked, by: str) -> str:
     return f"{name} is being moved from {asked.node} to {asked.target or 'a spare'} (order {given.id})"
 
 
+async def _answer(feed: Feed, asked: Asked, by: str) -> str:
+    answered = await feed.store.answer_proposal(asked.proposal, asked.action == "approve", by, asked.reason)
+    return f"proposal {answered.id} is {answered.state}: {answered.what}"
+
+
+ANSWERS = ("approve", "reject")
 ACTIONS: dict[str, Callable[[Feed, Asked, str], Awaitable[str]]] = {
     "drain": _drain,
     "return": _return,
@@ -63,6 +70,8 @@ ACTIONS: dict[str, Callable[[Feed, Asked, str], Awaitable[str]]] = {
     "undrain": _use_again,
     "untaint": _use_again,
     "move": _move,
+    "approve": _answer,
+    "reject": _answer,
 }
 
 
@@ -70,6 +79,8 @@ def check(asked: Asked, nodes: Collection[str]) -> None:
     """Raises Usage or NotFound for what cannot be done in any state of the cluster."""
     if asked.action not in ACTIONS:
         raise Usage(f"the action must be one of {', '.join(ACTIONS)}")
+    if asked.action in ANSWERS:
+        return
     if asked.node not in nodes or (asked.target and asked.target not in nodes):
         raise NotFound("the cluster has no such node")
 
@@ -77,8 +88,11 @@ def check(asked: Asked, nodes: Collection[str]) -> None:
 async def perform(feed: Feed, asked: Asked, name: str, address: str) -> str:
     """Records and carries out an action of an operator. Returns what was done. Raises WrongState if it cannot be done."""
     by = f"{name} (page)"
-    about = f"rank {asked.rank} on {asked.node}" if asked.action == "move" else asked.node
-    more = {"rank_uid": asked.rank, "target": asked.target} if asked.action == "move" else {}
+    about, more = asked.node, dict[str, Any]()
+    if asked.action == "move":
+        about, more = f"rank {asked.rank} on {asked.node}", {"rank_uid": asked.rank, "target": asked.target}
+    elif asked.action in ANSWERS:
+        about, more = f"proposal {asked.proposal}", {"proposal": asked.proposal}
     text = f"{name} at {address} asked to {asked.action} {about}"
     await feed.store.note("page", text, node=asked.node, by=by, action=asked.action, address=address, **more)
     return await ACTIONS[asked.action](feed, asked, by)

@@ -33,14 +33,16 @@ log = logging.getLogger(__name__)
 
 PAGE = 100  # records of one page of the timeline
 BODY_BYTES = 8192
+#: Of a job and what is looked for in it.
+NAME_CHARACTERS = 1000
 #: Log records in a minute about requests without a valid token, which anybody can make.
 MAX_COMPLAINTS = 10
 LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
-SCRIPTS = ("page.js", "acting.js", "dom.js", "map.js", "panels.js", "timeline.js")
+SCRIPTS = ("page.js", "acting.js", "charts.js", "dom.js", "job.js", "map.js", "panels.js", "report.js", "timeline.js")
 FILES = {
     "/": ("index.html", "text/html"),
     **{f"/{name}": (name, "text/javascript") for name in SCRIPTS},
-    **{f"/{name}": (name, "text/css") for name in ("page.css", "parts.css")},
+    **{f"/{name}": (name, "text/css") for name in ("page.css", "parts.css", "job.css")},
 }
 HEADERS = {
     "Content-Security-Policy": (
@@ -72,6 +74,7 @@ class App:
         ]
         routes += [
             Route("/api/state", self.state, methods=["GET"]),
+            Route("/api/job", self.job, methods=["GET"]),
             Route("/api/timeline", self.timeline, methods=["GET"]),
             Route("/api/news", self.news, methods=["GET"]),
             Route("/api/operator", self.operator, methods=["POST"]),
@@ -102,6 +105,13 @@ class App:
         records = await self.store.events(first, before - 1 - first)
         lines = [view.line(record) for record in reversed(records)]
         return JSONResponse({"records": lines, "more": first > 0, "last": last})
+
+    async def job(self, request: Request) -> Response:
+        """One job, by its key "USER/NAME"."""
+        key, find = request.query_params.get("job", ""), request.query_params.get("find", "").strip()
+        if "/" not in key or len(key) + len(find) > NAME_CHARACTERS:
+            return error(400, 'name a job as "USER/NAME"')
+        return Response(await self.feed.job(key, find), media_type="application/json")
 
     async def news(self, request: Request) -> Response:
         """The browser names the last event that it has seen when it connects again."""

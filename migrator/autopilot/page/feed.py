@@ -14,15 +14,16 @@ import gzip
 import hashlib
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from sqlite3 import DatabaseError
 from typing import Any
 
 import msgspec
 
+from migrator.autopilot.history import Pace
 from migrator.autopilot.model import World
-from migrator.autopilot.page import view
+from migrator.autopilot.page import jobs, view
 from migrator.autopilot.page.tally import Tally
 from migrator.autopilot.policy import Spares
 from migrator.autopilot.store import Store
@@ -35,12 +36,15 @@ LOOK_S = 1.0
 LEAST_S, LEAST_FACTOR = 0.2, 4.0
 #: Records that are kept for viewers. One who missed more is told to read the timeline again.
 KEPT = 500
+#: Views of jobs that are kept.
+KEPT_JOBS = 64
 #: After so long without news a comment is sent, so that proxies keep the connection open and a lost viewer is noticed.
 QUIET_S = 15.0
 
 
 class Feed:
-    """`world` is what the engine knows; `phases` are those of its moves; `notices` are shown before the alerts."""
+    """`world` is what the engine knows; `phases` are those of its moves; `notices` are shown before the alerts; `pace` is that
+    of a job, by its key."""
 
     def __init__(
         self,
@@ -49,8 +53,11 @@ class Feed:
         spares: Spares,
         phases: view.Phases,
         notices: Callable[[], dict[str, str]] = dict,
+        pace: Callable[[str], Pace | None] = lambda job: None,
     ) -> None:
-        self.store, self.world, self._spares, self._phases, self._notices = store, world, spares, phases, notices
+        self.store, self.world, self._spares, self._phases = store, world, spares, phases
+        self._notices, self._pace = notices, pace
+        self._jobs: OrderedDict[tuple[str, str], tuple[float, bytes]] = OrderedDict()  # what was shown, and when
         self._tally, self._nodes = Tally(store), view.Nodes()
         self.body, self.etag = b"{}", ""
         self._compressed = ("", b"")  # an etag and its body
@@ -59,7 +66,7 @@ class Feed:
         self._wake = asyncio.Event()
         self._viewers: set[asyncio.Event] = set()
         self._looking, self._compressing = asyncio.Lock(), asyncio.Lock()
-        self._looked_s = float("-inf")
+        self._looked_s, self._looked_at = float("-inf"), World({})
         self._pause_s = LEAST_S
         self.closed = False
 
@@ -102,7 +109,7 @@ class Feed:
                 new = await self.store.events(max(self._latest, last - KEPT), KEPT)
                 self._recent.extend(view.line(record) for record in new)
                 self._latest = last if not new else new[-1].id
-            world = await self.world()
+            world = self._looked_at = await self.world()
             self._phases.keep({move.id for move in world.running})
             alerts = {**self._notices(), **await self.store.alerts()}
             headline = await self._tally.headline()
@@ -113,6 +120,20 @@ class Feed:
             self._pause_s = min(LOOK_S, max(LEAST_S, LEAST_FACTOR * (time.monotonic() - began_s)))
             if before != (self.etag, self._latest):
                 self._tell()
+
+    async def job(self, key: str, find: str) -> bytes:
+        """One job, at most LOOK_S old. `find` limits its ranks (jobs.py)."""
+        await self.look()
+        now, kept = time.monotonic(), self._jobs.get((key, find))
+        if kept is None or now - kept[0] > LOOK_S:
+            world = self._looked_at
+            records = self._tally.records.of(key, (rank.uid for rank in world.ranks_of(key)))
+            shown = jobs.job(key, find, world, self._pace(key), self._tally.interruptions(key), records)
+            kept = self._jobs[key, find] = now, msgspec.json.encode(shown)
+            self._jobs.move_to_end((key, find))
+            if len(self._jobs) > KEPT_JOBS:
+                self._jobs.popitem(last=False)
+        return kept[1]
 
     async def compressed(self) -> bytes:
         """The body, compressed once for all viewers, and not on the event loop: it is large in a large cluster."""

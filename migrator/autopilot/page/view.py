@@ -108,6 +108,18 @@ def state(
             {"id": order.id, "kind": order.kind, "node": order.node, "by": order.by, "reason": order.reason}
             for order in world.orders
         ],
+        "proposals": [
+            {
+                "id": one.id,
+                "what": one.what,
+                "why": one.why,
+                "node": one.node,
+                "state": one.state.value,
+                "by": one.by,
+                "reason": one.reason,
+            }
+            for one in world.proposals
+        ],
         "alerts": [{"about": about, "text": text} for about, text in alerts.items()],
         "spares": [{"node": name, "gpus_free": gpus, "unusable": why} for name, (gpus, why) in found.items()],
     }

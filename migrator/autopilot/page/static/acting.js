@@ -1,5 +1,5 @@
 // Logging in, and the actions of an operator. The token stays in this tab, and is sent only in the Authorization header.
-import { find, say } from "./dom.js";
+import { find, make, plural, say } from "./dom.js";
 
 const KEY = "autopilot-token";
 const ACTIONS = {
@@ -22,23 +22,47 @@ async function post(path, body) {
   return reply;
 }
 
-export function ask(action, node) {
+// Asks for the confirmation of what `words` say. `targets`: nodes to choose from, [name, text]; null: there is nothing to choose.
+function confirm(words, text, body, targets = null) {
   const dialog = find("confirm");
-  find("confirm-head").textContent = `${action} ${node}?`;
-  find("confirm-text").textContent = ACTIONS[action];
-  find("confirm-yes").textContent = `Yes, ${action} ${node}`;
+  find("confirm-head").textContent = `${words}?`;
+  find("confirm-text").textContent = text;
+  find("confirm-yes").textContent = `Yes, ${words}`;
   find("reason").value = "";
+  find("target-part").hidden = targets === null;
+  find("target").replaceChildren(...(targets || []).map(([name, label]) => {
+    const option = make("option", label);
+    option.value = name;
+    return option;
+  }));
   dialog.returnValue = "";
   dialog.onclose = async () => {
     if (dialog.returnValue !== "yes") return;
+    const more = targets === null ? {} : { target: find("target").value };
     try {
-      say((await post("api/actions", { action, node, reason: find("reason").value })).done);
+      say((await post("api/actions", { ...body, ...more, reason: find("reason").value })).done);
       changed();
     } catch (error) {
-      say(`${action} ${node} was refused: ${error.message}`, true);
+      say(`${words} was refused: ${error.message}`, true);
     }
   };
   dialog.showModal();
+}
+
+export const ask = (action, node) => confirm(`${action} ${node}`, ACTIONS[action], { action, node });
+
+export function askMove(rank, spares) {
+  const usable = spares.filter((spare) => !spare.unusable && spare.node !== rank.node);
+  const targets = usable.map((spare) => [spare.node, `${spare.node} (${plural(spare.gpus_free, "free GPU")})`]);
+  confirm(`move rank ${rank.rank} of ${rank.job}`,
+    `It is on ${rank.node}. The whole job pauses while it is moved. The node stays in use.`,
+    { action: "move", node: rank.node, rank: rank.uid }, [["", "a spare that the autopilot chooses"], ...targets]);
+}
+
+export function askProposal(proposal, action) {
+  const text = action === "approve" ? `${proposal.why}. The autopilot does it as soon as it can.`
+    : `${proposal.why}. The autopilot does not do it as long as this is so.`;
+  confirm(`${action} proposal ${proposal.id}`, `${proposal.what}: ${text}`, { action, proposal: proposal.id });
 }
 
 function showOperator(name) {

@@ -1,8 +1,10 @@
 // The autopilot's page: asks for the state, listens for news, and has everything drawn.
 import * as acting from "./acting.js";
 import { find } from "./dom.js";
+import * as job from "./job.js";
 import { drawMap, onArrow } from "./map.js";
 import { drawNode, drawPanels } from "./panels.js";
+import { drawReport } from "./report.js";
 import * as timeline from "./timeline.js";
 
 const REFRESH_MS = 500; // between two requests for the state
@@ -13,7 +15,10 @@ let again = false;
 
 function draw() {
   if (!state) return;
-  drawPanels(state);
+  drawPanels(state, acting.mayAct(), acting.askProposal);
+  job.draw();
+  if (find("overview").hidden) return;
+  drawReport(state.report);
   drawMap(state, selected, select);
   drawNode(state.nodes.find((one) => one.name === selected), acting.mayAct(), acting.ask);
 }
@@ -50,7 +55,7 @@ function listen() {
     connected(false, "connection lost; what is shown may be old");
     if (source.readyState === EventSource.CLOSED) setTimeout(listen, 5000);
   });
-  source.addEventListener("state", refresh);
+  source.addEventListener("state", () => { refresh(); job.refresh(); });
   source.addEventListener("records", (event) => timeline.arrived(JSON.parse(event.data)));
 }
 
@@ -58,7 +63,10 @@ find("filter").addEventListener("input", draw);
 find("map").addEventListener("keydown", onArrow);
 find("older").addEventListener("click", timeline.older);
 find("groups").addEventListener("click", timeline.choose);
-acting.start(() => { draw(); refresh(); });
+window.addEventListener("resize", draw);
+job.start(acting.mayAct, (rank) => acting.askMove(rank, state ? state.spares : []));
+window.addEventListener("hashchange", draw); // after the one of the job: what was hidden is drawn again
+acting.start(() => { draw(); refresh(); job.refresh(); });
 try { await timeline.older(); } catch { /* the stream says so */ }
 listen();
 refresh();

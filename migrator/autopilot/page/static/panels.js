@@ -1,9 +1,10 @@
-// Everything beside the map and the timeline: numbers, alerts, moves, spares, jobs, the report, and the selected node.
-import { find, gigabytes, list, made, make, moment, plural } from "./dom.js";
+// Everything beside the map and the timeline: numbers, alerts, proposals, moves, spares, jobs, and the selected node.
+import { badge, find, gigabytes, list, made, make, moment, plural } from "./dom.js";
+import { link } from "./job.js";
 import { shownState } from "./map.js";
 
 const SHOWN_JOBS = 50;
-const badge = (text, name) => make("span", text, `badge ${name}`);
+const ANSWERS = { open: "suspect", approved: "healthy", rejected: "tainted" };
 
 function drawTiles(state) {
   const usable = state.spares.filter((spare) => !spare.unusable).length;
@@ -14,7 +15,7 @@ function drawTiles(state) {
     ["Ranks", state.ranks, "", false],
     ["Moves in progress", state.moves.length, "", false],
     ["Usable spares", usable, `of ${state.spares.length}`, usable === 0],
-    ["GPU-hours saved", report.saved_gpu_hours, report.complete ? "" : "so far", false],
+    ["Interruptions resolved", report.all ? `${report.percent} %` : "none", report.all ? `${report.resolved} of ${report.all}` : "happened", false],
   ];
   const tiles = find("tiles");
   if (tiles.dataset.shown === JSON.stringify(facts)) return;
@@ -85,7 +86,7 @@ function job(one) {
   const words = [];
   if (one.moving) words.push(badge(`${one.moving} moving`, "validating"));
   if (one.troubled) words.push(badge(`${plural(one.troubled, "rank")} on nodes in trouble`, "tainted"));
-  return made("li", "", made("div", "line", make("strong", one.name), ...words),
+  return made("li", "", made("div", "line", made("strong", "", link(one.user, one.name)), ...words),
     make("div", `${plural(one.ranks, "rank")} on ${plural(one.nodes, "node")}, user ${one.user}`, "why"));
 }
 
@@ -97,30 +98,40 @@ function drawJobs(nodes) {
     ? make("li", `and ${plural(one.more, "other job")}`, "none") : job(one)), "No rank is registered.");
 }
 
-function drawReport(report) {
-  const so_far = report.complete ? "" : " (so far)";
-  find("report-days").textContent = report.days;
-  find("percent").textContent = report.all ? `${report.percent} %` : "none happened";
-  find("share").textContent = report.all ? `${report.resolved} of ${report.all} resolved without lost progress${so_far}` : so_far;
-  find("ring").style.strokeDasharray = `${report.percent || 0} ${100 - (report.percent || 0)}`;
-  find("classes").replaceChildren(...Object.entries(report.classes).map(([name, share]) => {
-    const bar = make("progress");
-    bar.max = share.all;
-    bar.value = share.resolved;
-    bar.setAttribute("aria-hidden", "true");
-    return made("div", "", make("dt", name), made("dd", "", bar), make("dd", `${share.resolved} of ${share.all}`));
-  }));
+// Buttons only for an operator, and only for the answer that was not given.
+function proposal(one, mayAct, onAnswer) {
+  const item = made("li", "", made("div", "line", make("strong", one.what), badge(one.state, ANSWERS[one.state])),
+    make("div", one.why, "why"));
+  if (one.by) item.append(make("div", `${one.state} by ${one.by}${one.reason ? `: ${one.reason}` : ""}`, "why"));
+  const answers = [["approve", "approved"], ["reject", "rejected"]].filter(([, state]) => state !== one.state);
+  if (mayAct) {
+    item.append(made("div", "actions", ...answers.map(([action]) => {
+      const button = make("button", action === "approve" ? "Approve" : "Reject", action === "approve" ? "main" : "");
+      button.type = "button";
+      button.setAttribute("aria-label", `${action} proposal ${one.id}: ${one.what}`);
+      button.addEventListener("click", () => onAnswer(one, action));
+      return button;
+    })));
+  }
+  return item;
 }
 
-export function drawPanels(state) {
+function drawProposals(proposals, mayAct, onAnswer) {
+  find("proposals-section").hidden = !proposals.length;
+  const parent = find("proposals");
+  list(parent, proposals.map((one) => ({ ...one, mayAct })), (one) => proposal(one, mayAct, onAnswer), "");
+  find("proposals-login").hidden = mayAct;
+}
+
+export function drawPanels(state, mayAct, onAnswer) {
   drawTiles(state);
+  drawProposals(state.proposals || [], mayAct, onAnswer);
   find("alerts-section").hidden = !state.alerts.length;
   list(find("alerts"), state.alerts, (alert) => made("li", "", make("strong", alert.about), `: ${alert.text}`), "");
   list(find("moves"), state.moves, running, "No rank is being moved.");
   list(find("recent"), state.recent, ended, "No move has ended lately.");
   list(find("spares"), state.spares, spare, "No node is a spare.");
   drawJobs(state.nodes);
-  drawReport(state.report);
 }
 
 // ---------------------------------------------------------------- one node
@@ -162,7 +173,7 @@ export function drawNode(node, mayAct, onAction) {
     ...(why ? [make("p", why, "since")] : []),
     ...section("Alarms", node.alarms, (one) => made("li", "", badge(one.severity, one.severity),
       ` ${one.check} on ${one.subject}: ${one.text}`), ""),
-    ...section("Ranks", node.ranks, (one) => make("li", `rank ${one.rank} of ${one.job}, user ${one.user_id}`
+    ...section("Ranks", node.ranks, (one) => made("li", "", `rank ${one.rank} of `, link(one.user_id, one.job), `, user ${one.user_id}`
       + (one.gpus.length ? `, GPU ${one.gpus.join(", ")}` : "") + (one.moving ? ", being moved" : "")), "ranks"),
     make("h3", "Actions"), ...actions(node, mayAct, onAction));
 }

@@ -15,6 +15,9 @@ const KINDS = {
   start: ["Autopilot", "", ""],
   stop: ["Autopilot", "", ""],
   page: ["Page", "", ""],
+  proposal: ["Proposal", "alerts", "order"],
+  "proposal-answered": ["Answer", "alerts", "order"],
+  "proposal-ended": ["Proposal ended", "alerts", ""],
 };
 
 let oldest = 0;
@@ -39,14 +42,20 @@ function line(record) {
 }
 
 // A heading before the first record of each day.
-function drawDays() {
-  const list = find("timeline");
+function withDays(items) {
   let last = "";
-  for (const heading of list.querySelectorAll(".day")) heading.remove();
-  for (const item of records()) {
-    if (item.dataset.day !== last) item.before(make("li", item.dataset.day, "day"));
+  return items.flatMap((item) => {
+    const heading = item.dataset.day === last ? [] : [make("li", item.dataset.day, "day")];
     last = item.dataset.day;
-  }
+    return [...heading, item];
+  });
+}
+
+export const lines = (some) => withDays(some.map(line));
+
+function drawDays() {
+  for (const heading of find("timeline").querySelectorAll(".day")) heading.remove();
+  find("timeline").replaceChildren(...withDays([...records()]));
 }
 
 export async function older() {
