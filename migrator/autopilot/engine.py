@@ -20,8 +20,8 @@ from typing import Any
 from migrator.autopilot import mover, preempt, silence, validation
 from migrator.autopilot.decide import NodeDecision, RankDecision
 from migrator.autopilot.facts import AboutRank, about_node, about_ranks, intended, proposed
-from migrator.autopilot.history import Pace
 from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, ProposalState, Rank, World
+from migrator.autopilot.pace import Pace
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.progress_feed import ProgressFeed
 from migrator.autopilot.store import Store

@@ -14,8 +14,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from migrator.autopilot.history import History, Pace
 from migrator.autopilot.model import Alarm, Loss, NodeProgress, Rank, RankProgress, Severity
+from migrator.autopilot.pace import History, Pace
 from migrator.autopilot.policy import Progress as Settings
 from migrator.autopilot.stragglers import Counted, Group, Straggler, Watch
 

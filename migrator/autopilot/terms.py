@@ -17,9 +17,9 @@ from migrator.autopilot import database, leader
 from migrator.autopilot.chain import Record
 from migrator.autopilot.engine import Engine
 from migrator.autopilot.facts import AboutRank
-from migrator.autopilot.history import Pace
 from migrator.autopilot.leader import Term
 from migrator.autopilot.model import World
+from migrator.autopilot.pace import Pace
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.shared import TermOver
 from migrator.autopilot.store import Store

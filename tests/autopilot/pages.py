@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 from starlette.routing import Route
 
 from migrator.autopilot import chain
-from migrator.autopilot.history import Pace
 from migrator.autopilot.model import World
+from migrator.autopilot.pace import Pace
 from migrator.autopilot.page.access import Tokens
 from migrator.autopilot.page.feed import Feed
 from migrator.autopilot.page.serving import Place, serving

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from migrator.autopilot.history import Pace, Period
 from migrator.autopilot.model import Loss, MoveState, NodeState, Order, Proposal, World
+from migrator.autopilot.pace import Pace, Period
 from migrator.autopilot.page import job_records
 from migrator.autopilot.page.jobs import RANKS
 from tests.autopilot import worlds

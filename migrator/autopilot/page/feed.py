@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from migrator.autopilot.history import Pace
 from migrator.autopilot.model import World
+from migrator.autopilot.pace import Pace
 from migrator.autopilot.page import jobs, view
 from migrator.autopilot.page.tally import Tally
 from migrator.autopilot.policy import Spares
@@ -43,8 +43,8 @@ QUIET_S = 15.0
 
 
 class Feed:
-    """`world` is what the engine knows; `phases` are those of its moves; `notices` are shown before the alerts; `pace` is that
-    of a job, by its key."""
+    """`world` is what the engine knows; `phases` are those of its moves; `notices` are shown before the alerts; `pace` is
+    that of a job, by its key."""
 
     def __init__(
         self,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from migrator.autopilot.history import POINT_S, Pace
 from migrator.autopilot.model import Alarm, Move, NodeState, Rank, World
+from migrator.autopilot.pace import POINT_S, Pace
 from migrator.autopilot.report import Interruption
 
 #: Ranks and moves that are shown at a time. Of a larger job, those in trouble come first; `find` reaches the others.

@@ -71,7 +71,7 @@ function drawPace() {
   if (!points.length) {
     find("pace-now").textContent = "";
     find("pace-text").textContent = pace ? "The first points appear some seconds after the counters were read first."
-      : "No collectives are counted for this job: it does not use NCCL, or not all of its nodes have answered for all of its ranks.";
+      : "No collectives are counted for this job: it does not use NCCL, its nodes do not count them, or another autopilot leads.";
     return;
   }
   find("pace-now").textContent = pace.period_s ? `${number(pace.period_s)} s` : `${number(values.at(-1))} / s`;

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from migrator.autopilot.history import POINT_S, POINTS, History, Period
+from migrator.autopilot.pace import POINT_S, POINTS, History, Period
 from migrator.autopilot.policy import Progress
 from migrator.autopilot.progress import Jobs
 from tests.autopilot.test_progress import FIRST, RANKS, at, tell
