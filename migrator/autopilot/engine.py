@@ -10,6 +10,7 @@ A verb that finds no autopilot runs this loop too, for one order only: then noth
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -17,9 +18,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from migrator.autopilot import mover, preempt, silence, validation
+from migrator.autopilot import maintenance, mover, preempt, silence, validation
 from migrator.autopilot.decide import NodeDecision, RankDecision
 from migrator.autopilot.facts import AboutRank, about_node, about_ranks, intended, proposed
+from migrator.autopilot.maintenance import MaintenanceDecision, about_maintenance, window_at
 from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, ProposalState, Rank, World
 from migrator.autopilot.pace import Pace
 from migrator.autopilot.policy import Policy
@@ -28,7 +30,7 @@ from migrator.autopilot.store import Store
 from migrator.autopilot.watcher import Watcher
 from migrator.cluster import Cluster
 from migrator.results import Event
-from snapshotd.api.errors import SnapshotError
+from snapshotd.api.errors import SnapshotError, WrongState
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +157,9 @@ class Engine:
         cost_s = time.monotonic() - began_s
         if not self.only_order and await self._progress.update(world):
             world = await self.world()
+        late = {} if self.only_order else await self._about_calendar(world)
         world, alerts = await self._about_nodes(world)
+        alerts |= late
         self._latest = world, time.monotonic() + KEPT_FACTOR * cost_s
         decided = about_ranks(world, self.policy, self.store.now())
         data: dict[str, dict[str, Any]] = {}
@@ -207,7 +211,9 @@ class Engine:
             if record is not None:
                 node = replace(node, state=record.state, reason=record.reason, since_unix_s=record.since_unix_s)
             asked = seen.asked_unix_s if seen is not None else 0.0
-            nodes[name] = replace(node, reachable=watcher.error is None, asked_unix_s=asked)
+            found = window_at(self.policy, name, now)
+            until = found.end if found is not None else ""
+            nodes[name] = replace(node, reachable=watcher.error is None, asked_unix_s=asked, maintenance=until)
             for listed in seen.ranks if seen is not None else ():
                 # What the node said before a move of the rank ended may be wrong by now: wait for its next answer.
                 later = [
@@ -239,6 +245,26 @@ class Engine:
         if changes:
             await self.store.set_nodes(changes)
         return changed, alerts
+
+    async def _about_calendar(self, world: World) -> dict[str, str]:
+        """Gives the orders that the maintenance calendar asks for. The next round carries them out. Returns alerts."""
+        alerts: dict[str, str] = {}
+        last = await self.store.last_orders()
+        calendars = {name for name, order in last.items() if order.by == maintenance.CALENDAR}
+        for name, node in world.nodes.items() if self.policy.maintenance or calendars else ():
+            decision, reason = about_maintenance(world, self.policy, name, last.get(name), self.store.now())
+            if decision is MaintenanceDecision.ALERT:
+                alerts[name] = reason
+            elif decision is not MaintenanceDecision.KEEP and node.seen:
+                states = {
+                    MaintenanceDecision.DRAIN: NodeState.DRAINING,
+                    MaintenanceDecision.RETURN: NodeState.VALIDATING,
+                }
+                order = Order(0, decision.value, name, reason=reason, by=maintenance.CALENDAR)
+                with contextlib.suppress(WrongState):  # an operator was faster
+                    await self.store.give_order(order, states[decision])
+                self._wake.set()
+        return alerts
 
     async def _propose(self, world: World, decided: list[AboutRank]) -> dict[str, str]:
         """Records what an operator must approve. Returns alerts about what was not answered yet."""

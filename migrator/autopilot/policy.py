@@ -57,6 +57,17 @@ def _hours(text: str) -> str:
     return text
 
 
+def _moment(text: str) -> str:
+    """ "2026-12-01T22:00", in the policy's time zone. Raises ValueError."""
+    if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d", text):
+        raise ValueError(f'must be a day and a time, as "2026-12-01T22:00", not {text!r}')
+    try:
+        datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ValueError(f"must be a day and a time that exist, not {text!r}") from error
+    return text
+
+
 def _user(text: str) -> str:
     """The number, as a text. A job is named by its user and its name. Raises ValueError."""
     return str(users.id_of(text))
@@ -149,11 +160,26 @@ class Webhook(msgspec.Struct, frozen=True):
     ] = {}
 
 
+class Maintenance(msgspec.Struct, frozen=True):
+    """A window of the maintenance calendar: maintenance.py says when it is."""
+
+    nodes: Annotated[tuple[str, ...], Meta(min_length=1, description='a list of patterns, as ["rack7-*"]')]
+    begin: Annotated[str, toml_file.text('a day and a time, as "2026-12-01T22:00"', _moment)]
+    hours: Annotated[float, Meta(gt=0, le=160, description="a number of hours, up to 160")]
+    repeat: Annotated[str, Meta(pattern="^(none|weekly)$", description="none or weekly")] = "none"
+    reason: Annotated[str, Meta(max_length=200, description="a short text")] = ""
+    lead_s: Annotated[float, Meta(ge=0, le=86400, description="a number of seconds, up to a day")] = 3600.0
+
+    def matches(self, node: str) -> bool:
+        return any(fnmatchcase(node, pattern) for pattern in self.nodes)
+
+
 class Policy(msgspec.Struct, frozen=True):
     """The keys of the file. `origin` is not one of them."""
 
     rules: Annotated[tuple[Rule, ...], Meta(description="tables [[rules]]")] = ()
     jobs: Annotated[tuple[Job, ...], Meta(description="tables [[jobs]]")] = ()
+    maintenance: Annotated[tuple[Maintenance, ...], Meta(description="tables [[maintenance]]")] = ()
     breaker: Annotated[Breaker, toml_file.table("a table", Breaker)] = Breaker()
     spares: Annotated[Spares, toml_file.table("a table", Spares)] = Spares()
     validation: Annotated[Validation, toml_file.table("a table", Validation)] = Validation()
@@ -190,15 +216,16 @@ def read(path: Path) -> Policy:
 
 def from_values(values: Mapping[str, Any], origin: str) -> Policy:
     problems: list[str] = []
-    lists = ("rules", "jobs")
+    lists = ("rules", "jobs", "maintenance")
     rest = {key: value for key, value in values.items() if key not in lists}
     found = toml_file.read(Policy, rest, "", problems, without=(*lists, "origin"))
     rules = _tables(Rule, values.get("rules", []), "rules", problems)
     jobs = _tables(Job, values.get("jobs", []), "jobs", problems)
+    windows = _tables(Maintenance, values.get("maintenance", []), "maintenance", problems)
     names = [rule.name for rule in rules]
     problems += [f"rules: two have the name {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
     toml_file.check(problems, origin)
-    return Policy(**found, rules=tuple(rules), jobs=tuple(jobs), origin=origin)
+    return Policy(**found, rules=tuple(rules), jobs=tuple(jobs), maintenance=tuple(windows), origin=origin)
 
 
 def _tables(struct: Any, tables: object, key: str, problems: list[str]) -> list[Any]:

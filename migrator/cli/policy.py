@@ -13,7 +13,7 @@ from migrator.cli import arguments, output, state
 if TYPE_CHECKING:
     from migrator.autopilot.facts import AboutNode, AboutRank
     from migrator.autopilot.model import World
-    from migrator.autopilot.policy import Policy
+    from migrator.autopilot.policy import Maintenance, Policy
     from migrator.autopilot.ruled import Ruled
     from migrator.cluster import Cluster
 
@@ -44,7 +44,9 @@ def _check(options: argparse.Namespace) -> int:
     acting = [rule for rule in found.rules if rule.action.value != "observe"]
     if arguments.wants_json(options):
         rules = [{"name": rule.name, "action": rule.action.value} for rule in found.rules]
-        output.json_object({"policy": found.origin, "valid": True, "acts": bool(acting), "rules": rules})
+        facts = {"policy": found.origin, "valid": True, "acts": bool(acting), "rules": rules}
+        windows = [{"nodes": list(table.nodes), "next": text or None} for table, text in _windows(found)]
+        output.json_object({**facts, "maintenance": windows})
         return 0
     print(f"{found.origin} is valid: {len(found.rules)} rules, {len(acting)} of them act")
     for rule in found.rules:
@@ -52,7 +54,25 @@ def _check(options: argparse.Namespace) -> int:
         print(formatting.plain(f"  {rule.name}: {rule.action} for {what}"))
     if not acting:
         print("  the autopilot would only observe")
+    for table, text in _windows(found):
+        print(formatting.plain(f"  {', '.join(table.nodes)}: {text or 'its maintenance is over'}"))
     return 0
+
+
+def _windows(policy: Policy) -> list[tuple[Maintenance, str]]:
+    """The tables of the calendar, with the window of each that has begun or comes next."""
+    import time
+
+    import msgspec
+
+    from migrator.autopilot.maintenance import next_window
+
+    found = []
+    for table in policy.maintenance:
+        alone = msgspec.structs.replace(policy, maintenance=(msgspec.structs.replace(table, nodes=("*",)),))
+        window = next_window(alone, "", time.time())
+        found.append((table, window.text if window is not None else ""))
+    return found
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -71,6 +91,7 @@ async def _show(cluster: Cluster, policy: Policy, folder: Path, name: str, *, as
 
     from migrator.autopilot.decide import NodeDecision
     from migrator.autopilot.facts import about_node, about_ranks
+    from migrator.autopilot.maintenance import MaintenanceDecision, about_maintenance, next_window
     from migrator.autopilot.model import NodeState
     from migrator.autopilot.ruled import ruled_for
     from migrator.autopilot.store import Store
@@ -78,22 +99,30 @@ async def _show(cluster: Cluster, policy: Policy, folder: Path, name: str, *, as
 
     async with Store.open(folder) as store:
         world, silent = await survey(cluster, policy, store)
-        now = store.now()
+        now, last = store.now(), await store.last_orders()
+    calendar = about_maintenance(world, policy, name, last.get(name), now)
+    window = next_window(policy, name, now)
     alarms = ruled_for(world, policy, name, now)
     node = about_node(world, policy, world.nodes[name], now)
     # What would follow for the ranks, once the node's state has changed.
     states = {NodeDecision.TAINT: NodeState.TAINTED, NodeDecision.DRAIN: NodeState.DRAINING}
+    if calendar[0] is MaintenanceDecision.DRAIN:
+        node = replace(node, decision=NodeDecision.DRAIN, reason=calendar[1])
     if node.decision in states:
         after = replace(world.nodes[name], state=states[node.decision])
         world = replace(world, nodes={**world.nodes, name: after})
     ranks = [about for about in about_ranks(world, policy, now) if about.rank.node == name]
     if as_json:
-        output.json_object(_json(world, name, alarms, node, ranks) | {"unreachable": output.silent_objects(silent)})
+        facts = _json(world, name, alarms, node, ranks)
+        planned = window.text if window is not None else None
+        output.json_object({**facts, "maintenance": planned, "unreachable": output.silent_objects(silent)})
         return 0
     output.warn_silent(silent, len(cluster.nodes), as_json=False)
     known = world.nodes[name]
     print(formatting.plain(f"{name} is {known.state}" + (f": {known.reason}" if known.reason else "")))
     print(formatting.plain(f"  decision: {node.decision}: {node.reason}"))
+    if window is not None:
+        print(formatting.plain(f"  calendar: {window.text}; {calendar[0]}: {calendar[1]}"))
     for one in alarms:
         rule = f"rule {one.rule.name}: {one.rule.action}" if one.rule is not None else "no rule matches: observe"
         waits = f" (not yet: {one.waits})" if one.waits else ""
