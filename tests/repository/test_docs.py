@@ -264,12 +264,12 @@ def test_every_key_of_the_policy_is_explained() -> None:
     explained = {name for row in rows(text_of(page, "policy")) for name in names(row[0])}
     tables = {"rules": policy.Rule, "jobs": policy.Job}
     tables |= {"breaker": policy.Breaker, "spares": policy.Spares, "validation": policy.Validation}
-    tables |= {"progress": policy.Progress, "webhook": policy.Webhook}
+    tables |= {"progress": policy.Progress, "webhook": policy.Webhook, "maintenance": policy.Maintenance}
     keys = {f"{name}.{key}" for name, struct in tables.items() for key in struct.__struct_fields__}
     keys |= set(policy.Policy.__struct_fields__) - {*tables, "origin"}
     assert explained == keys
     for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
-        if "[[rules]]" in block:
+        if "[[rules]]" in block or "[[maintenance]]" in block:
             policy.from_values(tomllib.loads(block), "the example")
 
 
