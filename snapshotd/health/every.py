@@ -10,6 +10,7 @@ from snapshotd.health.gpus import Gpus
 from snapshotd.health.host import Clock, Edac, Pressure, ReadOnly
 from snapshotd.health.kernel_log import KernelLog
 from snapshotd.health.links import Ethernet, InfiniBand
+from snapshotd.health.plugins import Plugin
 from snapshotd.health.programs import Programs
 from snapshotd.health.settings import Settings
 from snapshotd.health.windows import Counters
@@ -35,4 +36,5 @@ def groups(settings: Settings, library_dir: str, counters: Counters) -> list[Gro
     ]
     if settings.dcgm.url and dcgm.CHECK not in settings.off:
         made.append(dcgm.Dcgm(root, settings, counters, is_native))
+    made += [Plugin(name, settings) for name in dict.fromkeys(settings.entry_points)]
     return [*made, Programs(root, settings)] if settings.programs_dir else made

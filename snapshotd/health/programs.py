@@ -30,7 +30,7 @@ MAX_PROGRAMS = 64
 MAX_OUTPUT_BYTES = 64 << 10
 _AT_ONCE = 4
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_SUBJECT = re.compile(r"host|(?:gpu|link|disk|rank):[\w./:-]{1,100}")
+SUBJECT = re.compile(r"host|(?:gpu|link|disk|rank):[\w./:-]{1,100}")
 _BY_EXIT = {1: Severity.WARNING, 2: Severity.CRITICAL}
 
 
@@ -169,26 +169,26 @@ def judged(check: str, path: Path, status: int, output: bytes) -> Result:
     severity = _BY_EXIT[status]
     if str(said.get("severity", "")).upper() in Severity.__members__:
         severity = Severity[str(said["severity"]).upper()]
-    subject = _plain(said.get("subject", "host"))
-    text = _plain(said.get("text") or (lines[-1] if lines and not said else f"{path.name} ended with status {status}"))
+    subject = plain(said.get("subject", "host"))
+    text = plain(said.get("text") or (lines[-1] if lines and not said else f"{path.name} ended with status {status}"))
     return Result(
         Signal(
             check,
-            subject if _SUBJECT.fullmatch(subject) else "host",
+            subject if SUBJECT.fullmatch(subject) else "host",
             severity,
             text,
-            _plain(said.get("remedy", f"see what {path} checks")),
-            _number(said.get("value", 0)),
+            plain(said.get("remedy", f"see what {path} checks")),
+            number(said.get("value", 0)),
         )
     )
 
 
-def _plain(said: object) -> str:
+def plain(said: object) -> str:
     """As text that can be written as UTF-8: JSON can have half a surrogate pair."""
     return str(said).encode(errors="replace").decode()
 
 
-def _number(said: object) -> float:
+def number(said: object) -> float:
     """What it measured; 0 for what is no finite number. JSON of Python has such, and numbers of any size."""
     if isinstance(said, bool) or not isinstance(said, int | float):
         return 0.0

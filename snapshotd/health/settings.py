@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pwd
+import re
 from collections.abc import Mapping
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -36,6 +37,8 @@ CHECKS: Mapping[str, str] = {
     "disk-read-only": "file systems that became read-only",
 }
 PROGRAM = "program-"
+#: An entry point NAME is the check plugin-NAME, and may add checks whose names begin with plugin-NAME-.
+PLUGIN = "plugin-"
 
 #: Defaults of [health.thresholds]. An hour counts from the newest reading backwards.
 THRESHOLDS: Mapping[str, float] = {
@@ -62,6 +65,13 @@ def _url(text: str) -> str:
     if text and (found.scheme != "http" or not found.hostname or "@" in found.netloc or not text.isprintable()):
         raise ValueError(f"must begin with http:// and name a host, as http://127.0.0.1:9400/metrics, not {text!r}")
     _ = found.port  # raises if it is none
+    return text
+
+
+def _entry_point(text: str) -> str:
+    """Raises ValueError."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", text):
+        raise ValueError(text)
     return text
 
 
@@ -108,6 +118,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     programs_interval_s: Annotated[float, Meta(ge=0.1, le=86400, description=_SECONDS.format(0.1, 86400))] = 60.0
     programs_limit_s: Annotated[float, Meta(ge=0.1, le=600, description=_SECONDS.format(0.1, 600))] = 20.0
 
+    # Names of entry points of other packages (plugins.py). Their code runs as root.
+    entry_points: Annotated[tuple[str, ...], toml_file.text("a list of names of entry points", _entry_point)] = ()
     dcgm: Annotated[Dcgm, toml_file.table("a table", Dcgm)] = Dcgm()
 
     def threshold(self, name: str) -> float:
@@ -115,7 +127,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def problems(self) -> list[str]:
         """Of values that have the right type."""
-        unknown = [name for name in self.off if name not in CHECKS and not name.startswith(PROGRAM)]
+        unknown = [name for name in self.off if name not in CHECKS and not name.startswith((PROGRAM, PLUGIN))]
         found = [f"health.off: there is no check {name!r}; there are {', '.join(CHECKS)}" for name in unknown]
         if 0 < self.progress_interval_s < LEAST_PERIOD_S:
             found.append(f"health.progress_interval_s: must be 0 or at least {LEAST_PERIOD_S}")

@@ -25,6 +25,7 @@ from migrator.autopilot.page.access import Tokens
 from migrator.autopilot.page.webhook import Webhook
 from migrator.autopilot.store import Store
 from migrator.cluster import Cluster
+from snapshotd.api.errors import Unreachable
 from tests.autopilot.conftest import PilotCluster
 from tests.autopilot.pages import TOKEN, Answer, Page, served, small
 from tests.autopilot.test_engine import POLICY, results, running, until
@@ -233,6 +234,21 @@ async def test_flood_of_changes_is_refused_and_recorded_once(tmp_path: Path, mon
         assert kinds == {"signal": 5, "flood": 1}
         assert len(await hook.alarms()) == 5
         assert (await hook.post("/signal", plain(check="fan-1"))).status == 200  # what is known already is taken
+
+
+async def test_state_that_is_out_of_reach_is_answered_with_a_status_that_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hooked(tmp_path) as hook:
+
+        async def away(*given: Any) -> None:
+            raise Unreachable("etcd does not answer")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(hook.page.store, "_change", away)
+            answer = await hook.post("/alertmanager", group(alert()))
+            assert (answer.status, answer.json["error"]) == (503, "etcd does not answer")
+        assert (await hook.post("/alertmanager", group(alert()))).json["raised"] == 1
 
 
 async def test_body_that_does_not_arrive_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from migrator.autopilot.page.access import Tokens, from_elsewhere
 from migrator.autopilot.page.answers import error
 from migrator.autopilot.store import Store
 from migrator.autopilot.watcher import Allowance
+from snapshotd.api.errors import SnapshotError
 from snapshotd.runtime.logs import Throttle
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,10 @@ class Webhook:
         return JSONResponse({"node": reported.node, "check": reported.check, **outcomes})
 
     async def _take(self, sender: str, reported: list[Reported]) -> Counter[str] | Response:
-        outcomes = await self.store.take_signals(reported, f"{sender} (webhook)", self._allowances[sender].take)
+        try:
+            outcomes = await self.store.take_signals(reported, f"{sender} (webhook)", self._allowances[sender].take)
+        except SnapshotError as problem:  # a state that several autopilots share may be out of reach
+            return self._refused(sender, 503, problem.message, "send it again later")
         if outcomes is None:
             self._counted("refused", len(reported))
             if sender not in self._floods:
