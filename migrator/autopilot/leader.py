@@ -30,6 +30,11 @@ LESS_S = 1.0
 RENEW_S = 1.0
 
 
+def now_s() -> float:
+    """Also counts while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def my_name() -> str:
     return f"{socket.gethostname()}, process {os.getpid()}"
 
@@ -42,7 +47,7 @@ class Term:
 
     def must_hold(self) -> None:
         """Raises TermOver if the lease was not renewed in time."""
-        if time.monotonic() >= self._until_s:
+        if now_s() >= self._until_s:
             raise TermOver("etcd did not renew the lease of this autopilot in time")
 
     async def keep(self) -> None:
@@ -51,7 +56,7 @@ class Term:
         thread = ThreadPoolExecutor(1, thread_name_prefix="autopilot-lease")  # so that no other work delays it
         try:
             while True:
-                asked_s = time.monotonic()
+                asked_s = now_s()
                 renewing = loop.run_in_executor(thread, self._renew)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, self._until_s - asked_s)):
@@ -91,7 +96,7 @@ def elect(etcd: Etcd, key: bytes) -> Term | str:
     """Makes this process the leader if there is none, else returns who leads. Blocks."""
     if found := current(etcd, key):
         return found
-    asked_s = time.monotonic()
+    asked_s = now_s()
     lease = etcd.grant(TTL_S)
     nobody = pb.Compare(target=pb.Compare.CREATE, key=key, create_revision=0)
     put = pb.RequestOp(request_put=pb.PutRequest(key=key, value=my_name().encode(), lease=lease))

@@ -17,7 +17,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from sqlite3 import Connection
+from sqlite3 import Connection, DatabaseError
 from typing import Any
 
 import msgspec
@@ -40,6 +40,8 @@ PAGE = 32
 EVERY, EVERY_CHUNK = 2000, 500
 #: A copy that was compared with etcd so long ago is compared again before the next change.
 FRESH_S = 1.0
+
+_SAME_VERSION = "use the same version of migrator on all machines with an autopilot"
 
 Statement = tuple[str, bool, Sequence[Any]]  # the values of one execution, or of several
 
@@ -209,19 +211,24 @@ class Shared:
             raise BadConfig(
                 f"an autopilot of another version has changed the shared state (format {entry.schema}, this program knows"
                 f" {self._schema})",
-                remedy="use the same version of migrator on all machines with an autopilot",
+                remedy=_SAME_VERSION,
             )
-        for query, many, given in entry.statements:
-            if many:
-                connection.executemany(query, given)
-            else:
-                connection.execute(query, given)
+        try:
+            for query, many, given in entry.statements:
+                if many:
+                    connection.executemany(query, given)
+                else:
+                    connection.execute(query, given)
+        except DatabaseError as error:
+            raise BadConfig(
+                f"a change of another autopilot cannot be made here: {error}", remedy=_SAME_VERSION
+            ) from error
         return Head(here.history, here.position + 1, hashlib.sha256(value).hexdigest())
 
     def _restore(self, connection: Connection) -> None:
         """Replaces this copy by the newest snapshot, if that continues it."""
         here, newest = local(connection), connection.execute("SELECT max(id), digest FROM events").fetchone()
-        with self.snapshots.read() as snapshot:
+        with self.snapshots.read(connection) as snapshot:
             there = local(snapshot)
             assert there is not None
             query = "SELECT count(*) FROM events WHERE id = ? AND digest = ?"

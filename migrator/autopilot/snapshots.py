@@ -51,9 +51,8 @@ class Snapshots:
 
     def write(self, connection: sqlite3.Connection, position: int) -> bytes:
         """Writes the parts of a copy. Returns the value with which the key `snapshot` makes it the newest one."""
-        home = Path(connection.execute("PRAGMA database_list").fetchone()[2]).parent
-        with tempfile.TemporaryDirectory(prefix="snapshot-", dir=home) as folder:
-            file = Path(folder) / "snapshot"
+        with _beside(connection) as folder:
+            file = folder / "snapshot"
             connection.execute("VACUUM INTO ?", (str(file),))
             packed = zlib.compress(file.read_bytes(), 6)
         name = f"{position:020d}-{secrets.token_hex(4)}"
@@ -67,8 +66,8 @@ class Snapshots:
         return Newest(found.position, found.chunks, revision)
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[sqlite3.Connection]:
-        """The newest copy, as a database."""
+    def read(self, beside: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+        """The newest copy, as a database in the folder of that one."""
         named, _ = self._named()
         packed = b""
         for number in range(0, named.chunks, PAGE):
@@ -77,8 +76,8 @@ class Snapshots:
             packed += b"".join(part.value for part in found)
         if hashlib.sha256(packed).hexdigest() != named.sha256:
             raise Damaged("the snapshot in etcd is not complete", remedy="retry: a newer one may have replaced it")
-        with tempfile.TemporaryDirectory(prefix="migrator-") as folder:
-            file = Path(folder) / "snapshot"
+        with _beside(beside) as folder:
+            file = folder / "snapshot"
             file.write_bytes(zlib.decompress(packed))
             connection = sqlite3.connect(file, isolation_level=None)
             try:
@@ -100,3 +99,11 @@ class Snapshots:
 
     def _chunk(self, name: str, number: int) -> bytes:
         return self._chunks + f"{name}/{number:06d}".encode()
+
+
+@contextlib.contextmanager
+def _beside(connection: sqlite3.Connection) -> Iterator[Path]:
+    """A temporary folder beside a database: there is room for a second one, which /tmp may not have."""
+    home = Path(connection.execute("PRAGMA database_list").fetchone()[2]).parent
+    with tempfile.TemporaryDirectory(prefix="snapshot-", dir=home) as folder:
+        yield Path(folder)

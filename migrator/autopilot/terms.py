@@ -33,12 +33,14 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 #: How often the leader looks whether the history is to be shortened.
 SHORTEN_S = 20.0
+#: Records that are read at a time.
+PAGE = 500
 #: In this phase of a move daemons hear of it for the first time. From then on their journals know it.
 FIRST_PHASE = "prepare"
 
 
 class Terms:
-    """`store` is one without a fence, for viewers and operators. `on_record` gets every record once, whoever wrote it;
+    """`store` is one without a fence, for viewers and operators. `on_record` gets every record after `last`, once;
     `on_role` what this autopilot does, whether it leads, and whether etcd can be used."""
 
     def __init__(
@@ -46,6 +48,7 @@ class Terms:
         cluster: Cluster,
         policy: Policy,
         store: Store,
+        last: int,
         *,
         on_phase: Callable[[str, Event], None] = lambda move, event: None,
         on_round: Callable[[World, list[AboutRank], dict[str, str]], None] = lambda world, decided, alerts: None,
@@ -59,11 +62,10 @@ class Terms:
         self.leads, self.trouble = False, ""  # why etcd cannot be used
         self.role = ""
         self._news = asyncio.Event()
-        self._last = 0  # the record that was delivered last
+        self._last = last  # the record that was delivered last
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set. Raises BadConfig if the state in etcd is not the one of this folder."""
-        self._last = await self.store.last_event()
         following = asyncio.create_task(self._follow())
         acting = asyncio.create_task(self._act(stop))
         try:
@@ -170,9 +172,10 @@ class Terms:
                     await self._news.wait()
 
     async def _deliver(self) -> None:
-        for record in await self.store.events(self._last):
-            self._last = record.id
-            self._on_record(record)
+        while records := await self.store.events(self._last, PAGE):
+            for record in records:
+                self._last = record.id
+                self._on_record(record)
 
     def _round(self, world: World, decided: list[AboutRank], alerts: dict[str, str]) -> None:
         if not self.trouble:

@@ -161,7 +161,7 @@ async def _run(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     async with Store.open(folder) as store, contextlib.AsyncExitStack() as stack:
-        metrics, where, phases = Metrics(policy), "", Phases()
+        metrics, where, phases, last = Metrics(policy), "", Phases(), await store.last_event()
         if metrics_at is not None:
             await metrics.count_log(store)
             server = MetricsServer(metrics.exposition)
@@ -178,7 +178,7 @@ async def _run(
             pilot = Engine(cluster, policy, store, on_phase=phases.note, on_round=metrics.round)
             store.on_record = seen
         else:
-            pilot = sharing.terms(cluster, policy, store, phases, metrics, seen, as_json=as_json)
+            pilot = sharing.terms(cluster, policy, store, last, phases, metrics, seen, as_json=as_json)
         acting = [rule.name for rule in policy.rules if rule.action.value != "observe"]
         rules = f"rules that act: {', '.join(acting)}" if acting else "no rule acts: it only observes"
         text = f"migrator {version.described()} with {policy.origin}; {rules}"

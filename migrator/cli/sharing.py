@@ -70,6 +70,7 @@ def terms(
     cluster: Cluster,
     policy: Policy,
     store: Store,
+    last: int,
     phases: Phases,
     metrics: Metrics,
     on_record: Callable[[Record], None],
@@ -88,5 +89,5 @@ def terms(
 
     metrics.role(leads=False, reachable=True)
     return Terms(
-        cluster, policy, store, on_phase=phases.note, on_round=metrics.round, on_record=on_record, on_role=on_role
+        cluster, policy, store, last, on_phase=phases.note, on_round=metrics.round, on_record=on_record, on_role=on_role
     )

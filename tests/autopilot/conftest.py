@@ -30,12 +30,18 @@ class PilotDaemon(FakeDaemon):
     changed: threading.Condition = field(default_factory=threading.Condition)
     events: list[pb.HealthEvent] = field(default_factory=list)
     fails_to: set[str] = field(default_factory=set)  # targets to which the stream fails
+    blocked: set[str] = field(default_factory=set)  # methods that wait, after they were heard
     claims: list[pb.Rank] = field(default_factory=list)  # ranks that it lists and does not have
     said: int = 0
     on_begin: Callable[[str], Any] = lambda rank_uid: None  # may block
     room_bytes: int = 0  # memory for all ranks together; 0: as much as they like
     progress: Callable[[int], pb.NodeProgress] | None = None  # of its ranks, after a reading
     report: pb.Health | None = None  # instead of what is true; without an epoch it gets a new one each time
+
+    def _hear(self, method: str, request: Any, context: grpc.ServicerContext) -> None:
+        super()._hear(method, request, context)
+        while method in self.blocked and context.is_active():
+            time.sleep(0.05)
 
     def raise_alarm(self, check: str = "gpu-ecc", subject: str = "host", severity: Any = pb.CRITICAL) -> None:
         now = time.time()

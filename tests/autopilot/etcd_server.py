@@ -35,11 +35,12 @@ def must_be_installed(request: pytest.FixtureRequest) -> None:
 class EtcdServer:
     """`inside` is a command that runs it elsewhere, as in the network of a lab; then nothing here can reach it."""
 
-    def __init__(self, folder: Path, inside: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, inside: Sequence[str] = (), settings: Settings | None = None) -> None:
+        """`settings` are those of a client, with certificates that the server uses too."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._inside = folder, inside
-        self.url, self._peer = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
-        self.settings = Settings((self.url,))
+        self.settings = settings or Settings((f"http://127.0.0.1:{free_port()}",))
+        self.url, self._peer = self.settings.endpoints[-1], f"http://127.0.0.1:{free_port()}"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -50,6 +51,13 @@ class EtcdServer:
             *("--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer),
             *("--initial-cluster", f"default={self._peer}", "--unsafe-no-fsync"),
         ]
+        if self.settings.tls:
+            files = {
+                "cert-file": self.settings.cert,
+                "key-file": self.settings.key,
+                "trusted-ca-file": self.settings.ca,
+            }
+            command += [f"--{option}={path}" for option, path in files.items()] + ["--client-cert-auth"]
         # Debian's etcd for arm64 wants to be told that this is meant.
         environment = {**os.environ, "ETCD_UNSUPPORTED_ARCH": "arm64"}
         with (self.folder / "log").open("ab") as log:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from migrator import pki
 from migrator.autopilot import chain, database, joining, leader, shared
 from migrator.autopilot.etcd import Etcd, Settings, Unavailable
 from migrator.autopilot.model import MoveState, NodeState, Order
@@ -19,7 +20,7 @@ from migrator.autopilot.store import Store
 from migrator.autopilot.terms import shorten
 from snapshotd.api import etcd_pb2 as pb
 from snapshotd.api.errors import BadConfig, Full, Usage, WrongState
-from tests.autopilot.etcd_server import EtcdServer
+from tests.autopilot.etcd_server import EtcdServer, free_port, must_be_installed
 from tests.autopilot.worlds import move, rank
 
 
@@ -251,6 +252,26 @@ async def test_folder_remembers_its_etcd(tmp_path: Path, etcd: EtcdServer) -> No
     await asyncio.to_thread(joining.leave, tmp_path / "a")
     async with Store.open(tmp_path / "a") as one:
         await one.note("x", "2")
+
+
+async def test_certificates_and_an_endpoint_that_is_down(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    must_be_installed(request)
+    await asyncio.to_thread(pki.init, tmp_path / "ca")
+    known = await asyncio.to_thread(pki.issue_node, tmp_path / "ca", "etcd-1", ["127.0.0.1"])
+    urls = tuple(f"https://127.0.0.1:{free_port()}" for _ in range(2))  # at the first one there is nothing
+    settings = Settings(urls, known.cert, known.key, known.ca)
+    server = EtcdServer(tmp_path / "etcd", settings=settings)
+    server.start()
+    try:
+        async with joined(tmp_path / "a", server) as one, joined(tmp_path / "b", server) as other:
+            await one.note("x", "1")
+            await other.follow()
+            assert len(await other.events()) == 1
+        stranger = Settings(urls, ca=known.ca)
+        with pytest.raises(Unavailable):
+            await asyncio.to_thread(joining.join, tmp_path / "c", stranger)
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize("url", ["etcd-1:2379", "https://etcd-1", "ftp://etcd-1:2379", "https://etcd-1:2379/x", ""])

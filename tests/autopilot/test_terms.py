@@ -86,6 +86,7 @@ def test_when_the_leader_is_killed_another_one_acts_within_seconds(
     port = free_port()
     first = start("first")
     first.says("leads")
+    assert first.shows("start") == 1
     second = start("second", "--metrics", f"127.0.0.1:{port}")
     second.says("stands by: ")
 
@@ -157,6 +158,54 @@ def test_leader_that_was_stopped_and_etcd_that_was_restarted(
     until("the second move", lambda: first.shows("result") == second.shows("result") == 2)
     assert pilots.begun() == 2
     assert sorted(node.partition("-")[0] for node in pilots.places().values()) == ["spare", "spare"]
+
+
+def test_leaders_that_stand_still_during_a_move_do_not_go_on_with_it(
+    pilots: PilotCluster, start: Callable[..., Pilot], migrator: Migrator
+) -> None:
+    for number, node in enumerate(("node-1", "node-2")):
+        pilots[node].ranks.append(a_rank(node, number, job=f"job-{number}"))
+    first = start("first")
+    first.says("leads")
+    second = start("second")
+    second.says("stands by: ")
+    # Before the daemons have heard of the move: the next leader finds that it never began, and begins another one.
+    pilots["node-1"].blocked.add("Inspect")
+    pilots["node-1"].raise_alarm()
+    until("preflight", lambda: pilots["node-1"].called("Inspect"))
+    first.process.send_signal(signal.SIGSTOP)
+    pilots["node-1"].blocked.clear()
+    second.says("leads")
+    until("the move of the second one", lambda: second.shows("result") == 2)
+    first.process.send_signal(signal.SIGCONT)
+    first.says("does not lead any more")
+    first.says("stands by: ")
+    assert states(second) == ["never began", "moved"]
+    assert pilots.begun() == len(pilots["spare-1"].called("Prepare")) == 1
+
+    # In the middle of a move: the next leader waits until the daemons have ended it.
+    pilots["node-2"].blocked.add("Stream")
+    pilots["node-2"].raise_alarm()
+    until("the stream", lambda: pilots["node-2"].called("Stream"))
+    second.process.send_signal(signal.SIGSTOP)
+    until("the first one to lead again", lambda: first.roles().count("leads") == 2)
+    seen = len(pilots["node-2"].called("ListMoves"))
+    until("the new leader to ask for the move", lambda: len(pilots["node-2"].called("ListMoves")) > seen + 3)
+    assert pilots.begun() == 2, "the daemons still work on it"
+    second.process.send_signal(signal.SIGCONT)
+    second.says("does not lead any more")
+    until("the move to be undone", lambda: pilots["node-2"].called("Abort"))
+    pilots["node-2"].blocked.clear()
+    until("the results", lambda: first.shows("result") == 4)
+    assert states(first) == ["never began", "moved", "undone", "moved"]
+    assert pilots.begun() == 3
+    assert migrator("report", "verify", "--state", str(second.state), "--json").json["valid"]
+
+
+def states(pilot: Pilot) -> list[str]:
+    """How moves ended."""
+    results = [one["data"] for one in pilot.said() if one["kind"] == "result"]
+    return [result["state"] for result in results if isinstance(result, dict)]
 
 
 def test_states_that_cannot_be_shared_are_refused_with_a_remedy(
