@@ -41,6 +41,8 @@ EVERY, EVERY_CHUNK = 2000, 500
 #: A copy that was compared with etcd so long ago is compared again before the next change.
 FRESH_S = 1.0
 
+#: All that an entry may do. Who can write to etcd must not get more than the state of the autopilots.
+_CHANGES = ("INSERT ", "UPDATE ", "DELETE ")
 _SAME_VERSION = "use the same version of migrator on all machines with an autopilot"
 
 Statement = tuple[str, bool, Sequence[Any]]  # the values of one execution, or of several
@@ -142,6 +144,7 @@ class Shared:
         here = local(connection)
         if here is None:
             raise Behind
+        assert all(query.startswith(_CHANGES) for query, _, _ in statements)
         entry = Entry(self._schema, secrets.token_hex(8), here.digest, statements)
         value = zlib.compress(msgspec.json.encode(entry), 1)
         if len(value) > MAX_ENTRY_BYTES:
@@ -215,6 +218,8 @@ class Shared:
             )
         try:
             for query, many, given in entry.statements:
+                if not query.startswith(_CHANGES):
+                    raise DatabaseError(f"{query[:40]!r} is no statement of an autopilot")
                 if many:
                     connection.executemany(query, given)
                 else:

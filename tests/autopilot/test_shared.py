@@ -241,6 +241,21 @@ async def test_change_that_is_too_large_for_etcd_harms_no_other(tmp_path: Path, 
         assert len(await one.events()) == 4
 
 
+async def test_other_statements_than_changes_are_refused(
+    tmp_path: Path, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(tmp_path / "a", etcd) as one, joined(tmp_path / "b", etcd) as other:
+
+        def attack(tx: database.Transaction) -> None:
+            tx.execute("PRAGMA user_version = 9")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(shared, "_CHANGES", ("PRAGMA ",))
+            await one._change(attack)
+        with pytest.raises(BadConfig, match="no statement of an autopilot"):
+            await other.follow()
+
+
 async def test_folder_remembers_its_etcd(tmp_path: Path, etcd: EtcdServer) -> None:
     async with joined(tmp_path / "a", etcd) as one:
         await one.note("x", "1")
