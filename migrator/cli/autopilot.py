@@ -69,6 +69,12 @@ def add(verbs: arguments.Verbs) -> None:
         "--page-plain-http", action="store_true", help="serve the page without TLS; only on a loopback address"
     )
     page.add_argument(
+        "--page-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="also accept certificates of operators of this CA on the page, instead of a token (ca.crt of the cluster)",
+    )
+    page.add_argument(
         "--page-token-file",
         type=Path,
         metavar="FILE",
@@ -122,7 +128,11 @@ class Page:
 def _page(options: argparse.Namespace) -> Page | None:
     """Where the page is served. Raises Usage or BadConfig before anything is begun if it cannot be served that way."""
     if options.page is None:
-        named = [name for name in ("cert", "key", "plain_http", "token_file") if getattr(options, f"page_{name}")]
+        named = [
+            name
+            for name in ("cert", "key", "plain_http", "client_ca", "token_file")
+            if getattr(options, f"page_{name}")
+        ]
         if named:
             raise Usage(f"--page-{named[0].replace('_', '-')} needs --page ADDRESS:PORT")
         if options.webhook_token_file:
@@ -131,7 +141,14 @@ def _page(options: argparse.Namespace) -> Page | None:
     from migrator.autopilot.page.serving import Place
 
     address, port = options.page
-    place = Place.of(address, port, options.page_cert, options.page_key, plain=options.page_plain_http)
+    place = Place.of(
+        address,
+        port,
+        options.page_cert,
+        options.page_key,
+        plain=options.page_plain_http,
+        client_ca=options.page_client_ca,
+    )
     return Page(place, place.listen(), options.page_token_file, options.webhook_token_file)
 
 

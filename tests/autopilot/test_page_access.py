@@ -116,13 +116,10 @@ async def test_malformed_actions_are_refused(tmp_path: Path) -> None:
 
 async def test_token_is_checked_at_login(tmp_path: Path) -> None:
     async with served(tmp_path, small()) as page:
-
-        async def login(token: str) -> Answer:
-            headers = {"Authorization": f"Bearer {token}"}
-            return await asyncio.to_thread(page.ask, "POST", "/api/operator", headers, b"{}")
-
-        assert (await login(TOKEN)).json == {"operator": "alice"}
-        assert (await login("wrong")).status == 401
+        assert (await login(page, f"Bearer {TOKEN}")).json == {"operator": "alice"}
+        assert (await login(page, "Bearer wrong")).status == 401
+        assert (await login(page, "Certificate")).status == 401
+        assert (await page.get("/api/certificate")).json == {"operator": ""}
 
 
 async def test_page_without_tls_is_not_served_under_other_names(tmp_path: Path) -> None:
@@ -223,6 +220,67 @@ async def test_page_is_served_with_tls(tmp_path: Path) -> None:
         assert page.url.startswith("https://127.0.0.1:")
         assert (await page.get("/api/state")).status == 200
         assert (await page.act("taint", "node-1", Origin=page.url.rstrip("/"))).status == 200
+
+
+async def login(page: Page, authorization: str, **headers: str) -> Answer:
+    named = {"Authorization": authorization, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    return await asyncio.to_thread(page.ask, "POST", "/api/operator", named, b"{}")
+
+
+async def test_operator_acts_with_a_certificate_until_it_is_revoked(tmp_path: Path) -> None:
+    folder = tmp_path / "pki"
+    pki.init(folder)
+    made = pki.issue_node(folder, "node-1", ["127.0.0.1"])
+    alice = pki.issue_operator(folder, "alice")
+    place = Place.of("127.0.0.1", 0, made.cert, made.key, plain=False, client_ca=made.ca)
+    contexts = {name: ssl.create_default_context(cafile=str(made.ca)) for name in ("nobody", "alice", "node")}
+    contexts["alice"].load_cert_chain(alice.cert, alice.key)
+    contexts["node"].load_cert_chain(made.cert, made.key)
+    async with served(tmp_path, small(), place) as page:
+
+        async def tried(name: str, authorization: str, **headers: str) -> int:
+            page.context = contexts[name]
+            return (await login(page, authorization, **headers)).status
+
+        for name, shown in (("nobody", ""), ("alice", "alice"), ("node", "")):
+            page.context = contexts[name]
+            assert (await page.get("/api/state")).status == 200  # everybody can read
+            assert (await page.get("/api/certificate")).json == {"operator": shown}
+            assert await tried(name, "Certificate") == (200 if shown else 401), name
+            assert await tried(name, f"Bearer {TOKEN}") == 200  # a token works as before
+            assert await tried(name, "") == 401  # a browser shows the certificate without being asked to
+        assert await tried("alice", "Certificate", Origin="https://evil.example") == 403
+        page.context = contexts["alice"]
+        assert (await page.act("taint", "node-1", Authorization="Certificate")).status == 200
+        (record,) = [one for one in await page.store.events() if one.kind == "page"]
+        assert record.data["by"] == "alice (page)"
+        revoked, _ = pki.revoke(folder, "operator:alice")
+        assert revoked == made.ca.with_suffix(".crl")
+        assert await tried("alice", "Certificate") == 401
+
+
+async def test_certificate_of_another_ca_is_not_accepted(tmp_path: Path) -> None:
+    for name in ("pki", "other"):
+        pki.init(tmp_path / name)
+    made = pki.issue_node(tmp_path / "pki", "node-1", ["127.0.0.1"])
+    stranger = pki.issue_operator(tmp_path / "other", "alice")
+    context = ssl.create_default_context(cafile=str(made.ca))
+    context.load_cert_chain(stranger.cert, stranger.key)
+    place = Place.of("127.0.0.1", 0, made.cert, made.key, plain=False, client_ca=made.ca)
+    async with served(tmp_path, small(), place, context) as page:
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await page.get("/api/state")
+
+
+async def test_certificates_need_tls_and_a_usable_ca(tmp_path: Path) -> None:
+    with pytest.raises(Usage, match="needs TLS"):
+        Place.of("127.0.0.1", 0, None, None, plain=True, client_ca=tmp_path / "ca.crt")
+    pki.init(tmp_path / "pki")
+    made = pki.issue_node(tmp_path / "pki", "node-1", ["127.0.0.1"])
+    (tmp_path / "ca.crt").write_text("nothing")
+    with pytest.raises(BadConfig, match=r"ca\.crt, cannot be used"):
+        async with served(tmp_path, small(), Place("127.0.0.1", 0, made.cert, made.key, tmp_path / "ca.crt")):
+            pass
 
 
 def test_plain_http_is_for_loopback_and_only_when_asked_for() -> None:

@@ -1,8 +1,9 @@
-"""Who may act on the page: operators with a token, in requests that come from the page itself.
+"""Who may act on the page: operators with a token or a certificate, in requests that come from the page itself.
 
 Invariants: a token is compared by its digest, and is neither logged nor recorded. It travels in the Authorization header,
-which a browser never adds by itself, so a page of another origin cannot act with it. A request that names another origin is
-refused also with a valid token.
+which a browser never adds by itself, so a page of another origin cannot act with it. A browser shows a certificate to
+every page, so this header must say that it is to be used ("Certificate"). A request that names another origin is refused
+also with a valid token or certificate.
 
 A file of tokens has a line "NAME TOKEN" for each operator. The name is recorded with what the operator does.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from snapshotd.api.errors import BadConfig
+from snapshotd.api.revocation import peer_of, revocations_of
 
 FILE = "page-tokens"
 LEAST_CHARACTERS = 32
@@ -77,6 +79,24 @@ class Tokens:
             if hmac.compare_digest(known, given) and scheme.lower() == "bearer":
                 found = name
         return found
+
+
+class Certificates:
+    """Operators with a certificate of the cluster's CA, as daemons know them: its one common name is "operator:NAME", and it
+    is not in the list of revoked certificates beside the CA's file. TLS has verified it."""
+
+    def __init__(self, ca: Path) -> None:
+        """Raises BadConfig if the list of revoked certificates is damaged."""
+        self._revocations = revocations_of(ca)
+
+    def operator(self, pem: bytes) -> str:
+        """The name of the operator; empty if the certificate allows no action."""
+        try:
+            peer = peer_of(pem)
+        except ValueError:  # there is none
+            return ""
+        role, _, name = peer.common_names[0].partition(":") if len(peer.common_names) == 1 else ("", "", "")
+        return name if role == "operator" and not self._revocations.revoked(peer.serial) else ""
 
 
 def _digest(token: str) -> bytes:

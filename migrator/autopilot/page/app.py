@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from migrator import formatting
 from migrator.autopilot.page import actions, view
-from migrator.autopilot.page.access import Tokens, from_elsewhere
+from migrator.autopilot.page.access import Certificates, Tokens, from_elsewhere
 from migrator.autopilot.page.answers import error
 from migrator.autopilot.page.feed import Feed
 from snapshotd.api.errors import NotFound, SnapshotError, Usage
@@ -35,6 +35,8 @@ PAGE = 100  # records of one page of the timeline
 BODY_BYTES = 8192
 #: Of a job and what is looked for in it.
 NAME_CHARACTERS = 1000
+#: Where serving.py puts the certificate of a connection (PEM), in the state of its requests.
+CERTIFICATE = "certificate"
 #: Log records in a minute about requests without a valid token, which anybody can make.
 MAX_COMPLAINTS = 10
 LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
@@ -59,10 +61,14 @@ HEADERS = {
 
 
 class App:
-    """The handlers. `nodes` are the nodes of the cluster: an action about another one is refused."""
+    """The handlers. `nodes` are the nodes of the cluster: an action about another one is refused. `certificates`: those
+    that are accepted instead of a token; None: there are none."""
 
-    def __init__(self, feed: Feed, tokens: Tokens, nodes: Collection[str]) -> None:
+    def __init__(
+        self, feed: Feed, tokens: Tokens, nodes: Collection[str], certificates: Certificates | None = None
+    ) -> None:
         self.feed, self.store, self.tokens, self.nodes = feed, feed.store, tokens, nodes
+        self.certificates = certificates
         self._complaints = Throttle(log, MAX_COMPLAINTS, "%s")
 
     def asgi(self, *, local: bool = False, more: Sequence[Route] = ()) -> Starlette:
@@ -77,6 +83,7 @@ class App:
             Route("/api/job", self.job, methods=["GET"]),
             Route("/api/timeline", self.timeline, methods=["GET"]),
             Route("/api/news", self.news, methods=["GET"]),
+            Route("/api/certificate", self.certificate, methods=["GET"]),
             Route("/api/operator", self.operator, methods=["POST"]),
             Route("/api/actions", self.act, methods=["POST"]),
             *more,
@@ -120,6 +127,10 @@ class App:
             self.feed.stream(after or 0), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
         )
 
+    async def certificate(self, request: Request) -> Response:
+        """Says whose certificate the browser has shown, so that the page can offer it for the login. It logs nobody in."""
+        return JSONResponse({"operator": self._shown(request)})
+
     async def operator(self, request: Request) -> Response:
         """Says whose token it is, so that a wrong one is noticed before it is needed."""
         name, refusal = self._may_act(request)
@@ -150,13 +161,20 @@ class App:
     def _may_act(self, request: Request) -> tuple[str, Response | None]:
         if from_elsewhere(request.headers, request.url.scheme):
             return "", error(403, "the request was made by a page of another origin")
-        name = self.tokens.operator(request.headers.get("authorization", ""))
+        authorization = request.headers.get("authorization", "")
+        by_certificate = authorization.strip().lower() == "certificate"
+        name = self._shown(request) if by_certificate else self.tokens.operator(authorization)
         if not name:
             address = request.client.host if request.client is not None else "an unknown address"
-            text = "the page refused an action without a valid token from %s"
+            text = "the page refused an action without a valid token or certificate from %s"
             self._complaints.warning("the page", text, formatting.plain(address))
             return "", error(401, "this needs the token of an operator", "the autopilot prints where the tokens are")
         return name, None
+
+    def _shown(self, request: Request) -> str:
+        """The operator whose certificate the connection has shown; empty: none."""
+        pem = request.scope.get("state", {}).get(CERTIFICATE, b"")
+        return self.certificates.operator(pem) if self.certificates is not None else ""
 
 
 def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:

@@ -20,8 +20,8 @@ import uvicorn
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from migrator.autopilot.page.access import Tokens
-from migrator.autopilot.page.app import App
+from migrator.autopilot.page.access import Certificates, Tokens
+from migrator.autopilot.page.app import CERTIFICATE, App
 from migrator.autopilot.page.feed import Feed
 from snapshotd.api.errors import BadConfig, Usage
 
@@ -42,11 +42,26 @@ class Place:
     port: int
     cert: Path | None = None
     key: Path | None = None
+    client_ca: Path | None = None  # of certificates of operators
 
     @classmethod
-    def of(cls, address: str, port: int, cert: Path | None, key: Path | None, *, plain: bool) -> Place:
+    def of(
+        cls,
+        address: str,
+        port: int,
+        cert: Path | None,
+        key: Path | None,
+        *,
+        plain: bool,
+        client_ca: Path | None = None,
+    ) -> Place:
         """`address` is an IP address. Raises Usage if the page must not be served that way."""
         if plain:
+            if client_ca is not None:
+                raise Usage(
+                    "--page-client-ca needs TLS, and --page-plain-http serves the page without it",
+                    remedy="give a certificate for the page with --page-cert and --page-key",
+                )
             if not ipaddress.ip_address(address).is_loopback:
                 raise Usage(
                     "--page-plain-http is allowed on a loopback address only: tokens would be readable on the network",
@@ -58,7 +73,7 @@ class Place:
                 "the page needs a certificate: --page-cert and --page-key",
                 remedy="use one for this machine, such as its snapshotd's, or --page 127.0.0.1:PORT --page-plain-http",
             )
-        return cls(address, port, cert, key)
+        return cls(address, port, cert, key, client_ca)
 
     def listen(self) -> socket.socket:
         """A listener there, in the network namespace of the calling thread. Raises BadConfig if the place cannot be used."""
@@ -86,6 +101,9 @@ class _Connection(H11Protocol):
         assert isinstance(transport, asyncio.Transport)
         super().connection_made(transport)
         self.origin, self.since_s = _origin(self.client), self.loop.time()
+        tls = transport.get_extra_info("ssl_object")
+        if tls is not None and (shown := tls.getpeercert(binary_form=True)):
+            self.app_state = {**self.app_state, CERTIFICATE: ssl.DER_cert_to_PEM_cert(shown).encode()}
         every = [one for one in self.connections if isinstance(one, _Connection)]
         mine = [one for one in every if one.origin == self.origin]
         for found, limit in ((mine, PER_ADDRESS), (every, CONNECTIONS)):
@@ -134,8 +152,13 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serves the page while the context lasts. Yields its address. `listener` is that of the place; it is closed. `more`:
     what is served beside it, such as the webhook."""
+    try:
+        certificates = Certificates(place.client_ca) if place.client_ca is not None else None
+    except BadConfig:
+        listener.close()
+        raise
     config = uvicorn.Config(
-        App(feed, tokens, nodes).asgi(local=place.cert is None, more=more),
+        App(feed, tokens, nodes, certificates).asgi(local=place.cert is None, more=more),
         http=_Connection,
         ws="none",
         lifespan="off",
@@ -146,6 +169,9 @@ async def serving(
         timeout_graceful_shutdown=2,
         ssl_certfile=place.cert,
         ssl_keyfile=place.key,
+        ssl_ca_certs=str(place.client_ca) if place.client_ca is not None else None,
+        # Those who only read need none. One of another CA, or an expired one, ends the connection.
+        ssl_cert_reqs=ssl.CERT_OPTIONAL if place.client_ca is not None else ssl.CERT_NONE,
     )
     try:
         config.load()
@@ -153,8 +179,9 @@ async def serving(
             config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
     except (OSError, ssl.SSLError) as error:
         listener.close()
+        clients = f", or the CA {place.client_ca}," if place.client_ca is not None else ""
         raise BadConfig(
-            f"the certificate {place.cert} with the key {place.key} cannot be used: {error}",
+            f"the certificate {place.cert} with the key {place.key}{clients} cannot be used: {error}",
             remedy="name PEM files that this user can read",
         ) from error
     host = f"[{place.address}]" if ":" in place.address else place.address

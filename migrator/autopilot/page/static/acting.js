@@ -1,7 +1,8 @@
-// Logging in, and the actions of an operator. The token stays in this tab, and is sent only in the Authorization header.
+// Logging in, and the actions of an operator. The token stays in this tab, and is sent only in the Authorization header. With a
+// certificate, which the browser itself shows, this header only says that it is to be used.
 import { find, make, plural, say } from "./dom.js";
 
-const KEY = "autopilot-token";
+const KEY = "autopilot-authorization";
 const ACTIONS = {
   drain: "Its ranks are moved to spares, and no rank is moved there any more.",
   taint: "No rank is moved there any more. Its ranks stay.",
@@ -14,7 +15,7 @@ let changed = () => {};
 export const mayAct = () => sessionStorage.getItem(KEY) !== null;
 
 async function post(path, body) {
-  const headers = { Authorization: `Bearer ${sessionStorage.getItem(KEY)}`, "Content-Type": "application/json" };
+  const headers = { Authorization: sessionStorage.getItem(KEY), "Content-Type": "application/json" };
   const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body) });
   const reply = await answer.json();
   if (answer.status === 401) logout();
@@ -76,7 +77,8 @@ function logout() {
   showOperator("");
 }
 
-async function login() {
+async function login(authorization) {
+  sessionStorage.setItem(KEY, authorization);
   try {
     const name = (await post("api/operator", {})).operator;
     showOperator(name);
@@ -87,17 +89,30 @@ async function login() {
   }
 }
 
+async function openLogin() {
+  find("login-dialog").showModal();
+  try {
+    const { operator } = await (await fetch("api/certificate")).json();
+    find("certificate-part").hidden = !operator;
+    find("use-certificate").textContent = `Log in as ${operator}`;
+  } catch { /* the stream says that the connection is lost */ }
+}
+
 // `onChange` is called when the operator or the cluster has changed.
 export function start(onChange) {
   changed = onChange;
-  find("open-login").addEventListener("click", () => find("login-dialog").showModal());
+  find("open-login").addEventListener("click", openLogin);
   find("cancel-confirm").addEventListener("click", () => find("confirm").close(""));
   find("cancel-login").addEventListener("click", () => find("login-dialog").close());
   find("logout").addEventListener("click", logout);
   find("login").addEventListener("submit", () => { // the dialog closes itself
-    sessionStorage.setItem(KEY, find("token").value.trim());
+    const token = find("token").value.trim();
     find("token").value = "";
-    login();
+    login(`Bearer ${token}`);
   });
-  if (mayAct()) login();
+  find("use-certificate").addEventListener("click", () => {
+    find("login-dialog").close();
+    login("Certificate");
+  });
+  if (mayAct()) login(sessionStorage.getItem(KEY));
 }
