@@ -1,26 +1,30 @@
 """Computes a consistent cut of an NCCL job: how far each rank may run, given the operations that the gates have counted.
 
 Invariant: at the cut all members of every channel have launched the same operations. So every launched operation can
-finish, and no rank waits for an operation that the gate of another rank holds back.
-A **channel** is either the collectives of one communicator (its members: all ranks of the communicator) or its sends from
-one rank to another (its members: those two ranks). A **group** is what one thread launches as a unit, whole or not at all.
+finish, and no rank waits for an operation that the gate of another rank holds back. A **channel** is either the
+collectives of one communicator (its members: all ranks of the communicator) or its sends from one rank to another (its
+members: those two ranks). A **group** is what one thread launches as a unit, whole or not at all.
 
-In each round the driver collects a `Report` per rank, calls `next_targets`, and sends `Cut.targets` to every gate. A gate
-lets a thread pass if `may_launch` holds. Targets only grow. The target of a channel is the largest number of operations that
-any member has launched. A rank below a target has to run, which may take it through groups on other channels. These raise
-their targets in turn, until no rank is behind. Only groups that an earlier step makes necessary may pass, so the fixpoint is
-the least cut.
+In each round the driver collects a `Report` per rank, calls `next_targets`, and sends `Cut.targets` and `Cut.permissions`
+to every gate. A gate lets a thread pass if `may_launch` or `is_permitted` holds. Targets only grow. The target of a
+channel is the largest number of operations that any member has launched. A rank below a target has to run, which may take
+it through groups on other channels. These raise their targets in turn, until no rank is behind. Only groups that an
+earlier step makes necessary may pass, so the fixpoint is the least cut.
 
-**The order of a rank's program is not known here.** Suppose that rank r is behind on a channel, and that none of its threads
-waits at the gate for the next operation of that channel. The candidates are the threads that have used the communicator
-before, or, if there are none, all threads of the rank.
+**The order of a rank's program is not known here.** Suppose that rank r is behind on a channel, and that none of its
+threads waits at the gate for the next operation of that channel. The candidates are the threads that have used the
+communicator before, or, if there are none, all threads of the rank.
 - A candidate is running: it will get there by itself. Wait.
-- There is one candidate, and it waits with another group: that group comes first in its program, so it certainly has to pass.
+- There is one candidate, and it waits with another group: that group comes first in its program, so it certainly has to
+  pass, and so has every other group that it launches before the operation. It gets a `Permission` for all of them,
+  because a round for each would take minutes where a rank is hundreds of groups behind.
 - Several candidates wait, or one is idle and waits for another thread: a guess. All waiting threads that may lead to the
-  operation pass with one group. Guesses are made only when the ranks that are behind make no progress: two equal rounds, none
-  of their threads running, nothing certain left.
-As long as no thread takes over a communicator that it has never used, and `running` is correct, the same start ends at
-the same cut however the steps of the ranks interleave, and a cut without a guess is the least. A cut with guesses is the
+  operation pass with one group. Guesses are made only when the ranks that are behind make no progress: two equal rounds,
+  none of their threads running, nothing certain left. From the second guess about a rank on, any of its threads may
+  launch more groups until the rank has the operation, and each time `GROWTH` times as many: main and autograd threads
+  take turns in each micro-batch.
+As long as no thread takes over a communicator that it has never used, and `running` is correct, a cut without a guess is
+the least, so the same start ends at the same cut however the steps of the ranks interleave. A cut with guesses is the
 least, too, if at most one thread of a rank waits at a time and the idle ones wait for it, as main and autograd threads
 do. Otherwise the cut may exceed the least by what the wrong threads launched. It is still consistent: **no hint in a
 report (`users`, `running`) can make a cut wrong, only later than necessary**.
@@ -33,7 +37,8 @@ I/O and reads no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
@@ -75,6 +80,9 @@ class Report:
     # while counts as idle and is left out. So is a thread that spins for longer than the driver waits for it.
     running: frozenset[int] = frozenset()
     ended: bool = False  # this rank will launch no more operations
+    passed: int | None = (
+        0  # groups that have passed the closed gate; None: the gate is an older one, without permissions
+    )
 
 
 class Decision(StrEnum):
@@ -94,13 +102,22 @@ class Why(StrEnum):
     UNKNOWN_MEMBER = "it may be one of the members that have yet to create it"
 
 
-@dataclass(frozen=True)
-class Behind:
+class Permission(NamedTuple):
+    """Lets threads of a rank launch whatever comes next, while the rank lacks an operation and `passed` is below a limit."""
+
+    thread: int | None  # None: any
+    channel: Channel
+    until: int  # operations of the channel
+    passed: int
+
+
+class Behind(NamedTuple):
     rank: int
     channel: Channel
     target: int
     why: Why
-    waits_for: tuple[int, ...] = ()  # ranks that have not reached an operation that this rank has launched
+    # Ranks that have not reached an operation that this rank has launched. Filled in for the first few entries only.
+    waits_for: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         others = ", ".join(map(str, self.waits_for))
@@ -115,8 +132,9 @@ class Cut:
     reason: str
     targets: Counts
     behind: tuple[Behind, ...]  # the ranks that have to run, the most likely cause of a delay first
-    guessed: frozenset[int]  # ranks that have passed by a guess so far; empty: the cut is the least
+    guesses: Mapping[int, int]  # how often each rank was let on by a guess so far; empty: the cut is the least
     reports: Mapping[int, Report]  # the input of this round; the next round compares, to detect progress
+    permissions: Mapping[int, tuple[Permission, ...]] = field(default_factory=dict)  # by rank
 
 
 def may_launch(launched: Counts, targets: Counts, group: Counts) -> bool:
@@ -125,29 +143,76 @@ def may_launch(launched: Counts, targets: Counts, group: Counts) -> bool:
     return any(launched.get(channel, 0) < targets.get(channel, 0) for channel in group)
 
 
+def is_permitted(report: Report, thread: int, permissions: Iterable[Permission]) -> bool:
+    """The gate's other rule, for a thread with any group."""
+    return report.passed is not None and any(
+        permission.thread in (None, thread)
+        and report.passed < permission.passed
+        and report.launched.get(permission.channel, 0) < permission.until
+        for permission in permissions
+    )
+
+
 def next_targets(reports: Mapping[int, Report], last: Cut | None = None) -> Cut:
     """How far every rank may run, given this round's reports of all ranks and the cut computed in the last round."""
     targets = dict(last.targets) if last else {}
     for report in reports.values():
         _raise(targets, report.launched.items())
+    guesses = last.guesses if last else {}
     behind = _behind(reports, targets)
-    guessed = last.guessed if last else frozenset()
     if not behind:
-        return Cut(Decision.REACHED, "every rank has launched the same operations", targets, (), guessed, reports)
+        return Cut(Decision.REACHED, "every rank has launched the same operations", targets, (), guesses, reports)
     first, more = str(behind[0]), len(behind) - 1
     reason = f"{first} (and {more} more)" if more else first
     if behind[0].why is Why.ENDED:
-        return Cut(Decision.NEVER, reason, targets, behind, guessed, reports)
+        return Cut(Decision.NEVER, reason, targets, behind, guesses, reports)
     still = last is not None and _stands_still(reports, last.reports, {late.rank for late in behind}, targets)
     certainty, let_on = _let_on(reports, targets, behind, still)
+    permissions = _permissions(reports, last, certainty, let_on)
     for rank, thread in let_on:
         report = reports[rank]
         _raise(targets, ((channel, report.launched.get(channel, 0) + n) for channel, n in report.held[thread].items()))
     if let_on and certainty is not Certainty.SURE:
         ranks = sorted({rank for rank, _ in let_on})
-        guessed = guessed.union(ranks)
-        reason += f"; nothing moves, so rank {', '.join(map(str, ranks))} is let on by a guess"
-    return Cut(Decision.RUN_ON, reason, targets, behind, guessed, reports)
+        guesses = {**guesses, **{rank: guesses.get(rank, 0) + 1 for rank in ranks}}
+        shown = ", ".join(map(str, ranks[:_SHOWN])) + (
+            "" if len(ranks) <= _SHOWN else f" and {len(ranks) - _SHOWN} more"
+        )
+        reason += f"; nothing moves, so rank {shown} is let on by a guess"
+    return Cut(Decision.RUN_ON, reason, targets, behind, guesses, reports, permissions)
+
+
+#: How many groups a thread may launch until the next round at most, where it is certain that it has to.
+SURE_GROUPS = 1000
+#: How many times as many groups a rank may launch with each further guess about it.
+GROWTH = 8
+_SHOWN = 8
+
+
+def _permissions(
+    reports: Mapping[int, Report],
+    last: Cut | None,
+    certainty: Certainty,
+    let_on: Mapping[tuple[int, int], Behind],
+) -> dict[int, tuple[Permission, ...]]:
+    """Those of the last round that are still needed, and new ones."""
+    found: dict[int, dict[tuple[int | None, Channel], Permission]] = {}
+    for rank, before in (last.permissions if last else {}).items():
+        if rank in reports:
+            launched = reports[rank].launched
+            needed = [one for one in before if launched.get(one.channel, 0) < one.until]
+            if needed:
+                found[rank] = {(one.thread, one.channel): one for one in needed}
+    for (rank, thread), late in let_on.items():
+        guesses, passed = last.guesses.get(rank, 0) if last else 0, reports[rank].passed
+        if passed is not None and certainty is Certainty.SURE:
+            made = Permission(thread, late.channel, late.target, passed + SURE_GROUPS)
+        elif passed is not None and certainty is Certainty.GUESS and guesses:
+            made = Permission(None, late.channel, late.target, passed + GROWTH**guesses)
+        else:
+            continue
+        found.setdefault(rank, {})[made.thread, made.channel] = made
+    return {rank: tuple(sorted(some.values(), key=str)) for rank, some in found.items()}
 
 
 class Certainty(IntEnum):
@@ -160,17 +225,19 @@ class Certainty(IntEnum):
 
 def _let_on(
     reports: Mapping[int, Report], targets: Counts, behind: Iterable[Behind], still: bool
-) -> tuple[Certainty, set[tuple[int, int]]]:
-    """The (rank, thread) pairs that have to pass although no channel of their waiting group is below its target."""
-    options: dict[Certainty, set[tuple[int, int]]] = {certainty: set() for certainty in Certainty}
+) -> tuple[Certainty, dict[tuple[int, int], Behind]]:
+    """The (rank, thread) pairs that have to pass although no channel of their group is below its target, and what for."""
+    options: dict[Certainty, dict[tuple[int, int], Behind]] = {certainty: {} for certainty in Certainty}
     for late in behind:
-        if late.rank in reports:
-            certainty, threads = _leading(reports[late.rank], late, targets)
-            options[certainty] |= {(late.rank, thread) for thread in threads}
+        report = reports.get(late.rank)
+        if report is not None and report.held:
+            certainty, threads = _leading(report, late, targets)
+            for thread in threads:
+                options[certainty].setdefault((late.rank, thread), late)
     for certainty, chosen in options.items():
         if chosen and (still or certainty is Certainty.SURE):
             return certainty, chosen
-    return Certainty.SURE, set()
+    return Certainty.SURE, {}
 
 
 def _leading(report: Report, late: Behind, targets: Counts) -> tuple[Certainty, Iterable[int]]:
@@ -188,8 +255,8 @@ def _leading(report: Report, late: Behind, targets: Counts) -> tuple[Certainty, 
 
 def _going(report: Report, targets: Counts) -> frozenset[int]:
     """The threads that run, or will run with the present targets."""
-    passing = (thread for thread, group in report.held.items() if may_launch(report.launched, targets, group))
-    return report.running.union(passing)
+    passing = [thread for thread, group in report.held.items() if may_launch(report.launched, targets, group)]
+    return report.running.union(passing) if passing else report.running
 
 
 def _stands_still(
@@ -206,30 +273,53 @@ def _stands_still(
 def _behind(reports: Mapping[int, Report], targets: Counts) -> tuple[Behind, ...]:
     """Every member that is below its channel's target, the most likely cause of a delay first."""
     known_members = _members(reports)
-    short: list[tuple[int, Channel, bool]] = []
-    waits: dict[int, set[int]] = {}
+    incomplete = {comm for comm, members in known_members.items() if None in members}
+    short: dict[Channel, list[int]] = {}  # the ranks that are below the target
+    strange: dict[Channel, set[int]] = {}  # those that may or may not be members
+    waits: Counter[int] = Counter()
     for channel, target in targets.items():
         members = channel.pair or known_members.get(channel.comm, (None,))
-        ends = {rank for rank in members if rank is not None}
-        if None in members:  # any rank that is not a known member may be this one
-            ends |= (reports.keys() - ends) or {UNKNOWN_RANK}
-        done = {rank: reports[rank].launched.get(channel, 0) if rank in reports else 0 for rank in ends}
-        late = {rank for rank in ends if done[rank] < target}
-        short += [(rank, channel, rank in members) for rank in late]
-        for rank in ends - late:
-            waits.setdefault(rank, set()).update(late & set(members))
-    behind = [
-        Behind(
-            rank,
-            channel,
-            targets[channel],
-            _why(reports.get(rank), targets) if member else Why.UNKNOWN_MEMBER,
-            tuple(sorted(waits.get(rank, ()))),
-        )
-        for rank, channel, member in short
+        late = [
+            rank
+            for rank in members
+            if rank is not None and (rank not in reports or reports[rank].launched.get(channel, 0) < target)
+        ]
+        if late:
+            short[channel] = list(dict.fromkeys(late))
+            missing = set(late)
+            waits.update({rank: len(missing) for rank in members if rank is not None and rank not in missing})
+        if channel.pair is None and (channel.comm in incomplete or channel.comm not in known_members):
+            # Any rank that is not a known member may be the one that is not known.
+            others = (reports.keys() - set(members)) or {UNKNOWN_RANK}
+            strange[channel] = {
+                rank for rank in others if rank not in reports or reports[rank].launched.get(channel, 0) < target
+            }
+    whys = {rank: _why(reports.get(rank), targets) for ranks in short.values() for rank in ranks}
+    behind = [Behind(rank, channel, targets[channel], whys[rank]) for channel, ranks in short.items() for rank in ranks]
+    behind += [
+        Behind(rank, channel, targets[channel], Why.UNKNOWN_MEMBER)
+        for channel, ranks in strange.items()
+        for rank in ranks
     ]
-    order = list(Why)
-    return tuple(sorted(behind, key=lambda b: (order.index(b.why), len(b.waits_for), b.rank, str(b.channel))))
+    place = {why: number for number, why in enumerate(Why)}
+    behind.sort(
+        key=lambda late: (place[late.why], waits[late.rank], late.rank, late.channel.comm, late.channel.pair or ())
+    )
+    shown = [one._replace(waits_for=_waits_for(one.rank, known_members, short)) for one in behind[:_SHOWN]]
+    return (*shown, *behind[_SHOWN:])
+
+
+def _waits_for(
+    rank: int,
+    known_members: Mapping[str, tuple[int | None, ...]],
+    short: Mapping[Channel, Collection[int]],
+) -> tuple[int, ...]:
+    found = (
+        late
+        for channel, late in short.items()
+        if rank not in late and rank in (channel.pair or known_members.get(channel.comm, ()))
+    )
+    return tuple(sorted({other for late in found for other in late}))
 
 
 def _why(report: Report | None, targets: Counts) -> Why:
@@ -247,11 +337,15 @@ def _members(reports: Mapping[int, Report]) -> dict[str, tuple[int | None, ...]]
     known_members: dict[str, tuple[int | None, ...]] = {}
     for report in reports.values():
         for comm, known in report.members.items():
-            before = known_members.get(comm, (None,) * len(known))
-            known_members[comm] = tuple(a if b is None else b for a, b in zip(before, known, strict=True))
+            before = known_members.get(comm)
+            if before is None:
+                known_members[comm] = known
+            elif before is not known:  # reports of one round share most of them
+                known_members[comm] = tuple(a if b is None else b for a, b in zip(before, known, strict=True))
     return known_members
 
 
 def _raise(targets: dict[Channel, int], counts: Iterable[tuple[Channel, int]]) -> None:
     for channel, count in counts:
-        targets[channel] = max(targets.get(channel, 0), count)
+        if count > targets.get(channel, -1):
+            targets[channel] = count

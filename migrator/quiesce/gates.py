@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from migrator.cluster import Cluster
 from migrator.find_rank import all_ranks
@@ -24,13 +24,15 @@ from migrator.quiesce.process_reports import (
     Numbers,
     Process,
     ProcessReport,
+    Rows,
     highest_collectives,
     report_for_cut,
-    targets_of,
+    rows_for,
+    to_proto,
 )
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
-from snapshotd.api.errors import SnapshotError, Timeout, Undone, Where
+from snapshotd.api.errors import RankGone, SnapshotError, Timeout, Undone, Where
 
 #: A process whose counts have not changed for this long counts as idle: threads that wait at its gate may pass.
 PATIENCE_S = 0.5
@@ -144,27 +146,24 @@ class Gates:
             return await client.gate.Close(description, timeout_s=_left(deadline))
 
         ask: _Ask = close
-        cut: Cut | None = None
-        numbers, watch, pause_s = Numbers(), _Watch(), ROUND_S
+        view, pause_s = _View(description), ROUND_S
         while True:
             reports = await _ask_all(clients, ask)
-            numbers.add(reports)
-            membership = Membership.gather(reports, numbers)
             self.rounds += 1
-            handed_out = cut.targets if cut else {}
-            cut = next_targets(watch.reports(reports, numbers, membership), _raised(cut, reports, membership))
-            self.guessed = cut.guessed
-            if cut.decision is Decision.REACHED:
+            # In a thread, so that the lease is renewed meanwhile: with thousands of ranks this takes a while.
+            cut, changed = await asyncio.to_thread(view.next, reports)
+            self.guessed = frozenset(cut.guesses)
+            if cut.decision is Decision.REACHED and not changed:
                 return
             if cut.decision is Decision.NEVER or time.monotonic() >= deadline:
-                raise _given_up(cut, numbers, silent, timeout_s)
-            if cut.targets == handed_out:
+                raise _given_up(cut, view.numbers, silent, timeout_s)
+            if not changed:
                 # Close again, for processes that have created their first communicator since.
                 ask = close
                 await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
                 pause_s = min(2 * pause_s, ROUND_MAX_S)
             else:
-                ask, pause_s = _setting_targets(description, cut, reports, numbers, membership, deadline), ROUND_S
+                ask, pause_s = _setting_targets(description, changed, close, deadline), ROUND_S
 
     # ------------------------------------------------------------------ the end
 
@@ -207,56 +206,110 @@ def _reporting(description: pb.MoveDescription) -> _Ask:
 
 
 def _setting_targets(
-    description: pb.MoveDescription,
-    cut: Cut,
-    reports: Collection[ProcessReport],
-    numbers: Numbers,
-    membership: Membership,
-    deadline: float,
+    description: pb.MoveDescription, changed: Mapping[str, list[pb.ProcessTargets]], close: _Ask, deadline: float
 ) -> _Ask:
-    """Hands every process its targets."""
-    processes: dict[str, list[pb.ProcessTargets]] = {}
-    for report in reports:
-        targets = targets_of(cut.targets, numbers(report.process), membership)
-        process = pb.ProcessTargets(rank_uid=report.process.rank_uid, pid=report.process.pid, targets=targets)
-        processes.setdefault(report.node, []).append(process)
+    """Hands out the targets that have changed. A node where none has looks for processes with a first communicator."""
 
     async def ask(client: DaemonClient, node: str) -> pb.GateReport:
-        if node not in processes:  # none of its processes had a gate, so nothing is journalled there
-            return await client.gate.Close(description, timeout_s=_left(deadline))
-        request = pb.SetTargetsRequest(move=description.move, processes=processes[node])
+        if node not in changed:
+            return await close(client, node)
+        request = pb.SetTargetsRequest(move=description.move, processes=changed[node])
         return await client.gate.SetTargets(request, timeout_s=_left(deadline))
 
     return ask
 
 
-class _Watch:
-    """Distinguishes idle from active processes. What threads do outside the gate is invisible here; only arrivals count."""
+class _View:
+    """What is known of the job, from round to round. Only what has changed is looked at again.
 
-    def __init__(self) -> None:
-        self._last: dict[Process, tuple[Report, float]] = {}
+    It also distinguishes idle from active processes. What threads do outside the gate is invisible here; only arrivals count.
+    """
 
-    def reports(self, reports: Iterable[ProcessReport], numbers: Numbers, membership: Membership) -> dict[int, Report]:
-        made = {}
+    def __init__(self, description: pb.MoveDescription) -> None:
+        self.description = description
+        self.numbers, self.membership = Numbers(), Membership()
+        self.cut: Cut | None = None
+        self._seen: dict[Process, _Seen] = {}
+        self._told: dict[Process, Rows] = {}  # what each gate was told last
+
+    def next(self, reports: Collection[ProcessReport]) -> tuple[Cut, dict[str, list[pb.ProcessTargets]]]:
+        """The cut after these reports, and what gates have to be told before the next round, by node."""
+        self._find_ended(reports)
+        self.numbers.add(reports)
         for report in reports:
-            me = numbers(report.process)
-            seen = report_for_cut(report, me, membership, idle=True)
-            before, since = self._last.get(report.process, (None, 0.0))
-            if before != seen:
-                since = time.monotonic()
-                self._last[report.process] = (seen, since)
-            idle = time.monotonic() - since > PATIENCE_S
-            made[me] = seen if idle else replace(seen, running=report.not_waiting)
+            if not self._is_known(report):
+                self.membership.add(report, self.numbers(report.process))
+        self.cut = next_targets(self._for_cut(reports), self._raised(reports))
+        return self.cut, self._changes(reports, self.cut)
+
+    def _find_ended(self, reports: Iterable[ProcessReport]) -> None:
+        for process in self._seen.keys() - {report.process for report in reports}:
+            if self._seen[process].gate.communicators:
+                raise RankGone(
+                    f"process {process.pid} of rank {self._seen[process].gate.rank} has ended, and the others wait for it",
+                    where=Where.SOURCE_RUNNING,
+                )
+
+    def _is_known(self, report: ProcessReport) -> bool:
+        seen = self._seen.get(report.process)
+        return seen is not None and seen.gate == report.gate
+
+    def _for_cut(self, reports: Iterable[ProcessReport]) -> dict[int, Report]:
+        made, now = {}, time.monotonic()
+        for report in reports:
+            me, seen = self.numbers(report.process), self._seen.get(report.process)
+            if seen is None or seen.version != self.membership.version or seen.gate != report.gate:
+                shown = report_for_cut(report, me, self.membership, idle=True)
+                since = seen.since if seen is not None and seen.idle == shown else now
+                running = report.not_waiting
+                active = replace(shown, running=running) if running else shown
+                seen = _Seen(report.gate, self.membership.version, shown, active, since)
+                self._seen[report.process] = seen
+            made[me] = seen.idle if now - seen.since > PATIENCE_S else seen.active
         return made
 
+    def _raised(self, reports: Collection[ProcessReport]) -> Cut:
+        """The last cut with every target at least what some member has launched, and without aborted communicators."""
+        last = self.cut or Cut(Decision.RUN_ON, "", {}, (), {}, {})
+        aborted = self.membership.aborted
+        targets = {channel: count for channel, count in last.targets.items() if channel.comm not in aborted}
+        for channel, count in highest_collectives(reports, self.membership).items():
+            targets[channel] = max(targets.get(channel, 0), count)
+        permissions = last.permissions
+        if aborted:
+            permissions = {
+                rank: tuple(one for one in some if one.channel.comm not in aborted)
+                for rank, some in last.permissions.items()
+            }
+        return replace(last, targets=targets, permissions=permissions)
 
-def _raised(cut: Cut | None, reports: Collection[ProcessReport], membership: Membership) -> Cut:
-    """The last cut with every target at least what some member has launched, and without aborted communicators."""
-    last = cut or Cut(Decision.RUN_ON, "", {}, (), frozenset(), {})
-    targets = {channel: count for channel, count in last.targets.items() if channel.comm not in membership.aborted}
-    for channel, count in highest_collectives(reports, membership).items():
-        targets[channel] = max(targets.get(channel, 0), count)
-    return replace(last, targets=targets)
+    def _changes(self, reports: Collection[ProcessReport], cut: Cut) -> dict[str, list[pb.ProcessTargets]]:
+        if cut.decision is Decision.REACHED:
+            # Permissions end by themselves, except those for a communicator that was aborted since.
+            aborted = self.membership.aborted
+            if not any(one.channel.comm in aborted for told in self._told.values() for one in told.permissions):
+                return {}
+        rows = rows_for(
+            cut.targets, cut.permissions, {self.numbers(report.process) for report in reports}, self.membership
+        )
+        found: dict[str, list[pb.ProcessTargets]] = {}
+        for report in reports:
+            me = self.numbers(report.process)
+            if self._told.get(report.process, Rows((), ())) != rows[me]:
+                self._told[report.process] = rows[me]
+                found.setdefault(report.node, []).append(to_proto(report.process, me, rows[me], self.membership))
+        return found
+
+
+@dataclass
+class _Seen:
+    """One process in the last round."""
+
+    gate: pb.ProcessGate
+    version: int  # of the membership that its report was made with
+    idle: Report  # if nothing has changed for PATIENCE_S
+    active: Report  # otherwise
+    since: float  # when it last changed
 
 
 def _left(deadline: float) -> float:

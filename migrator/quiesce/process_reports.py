@@ -11,11 +11,12 @@ communicator lacks a member until then, so no cut is reached without it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from migrator.quiesce.cut import Channel, Counts, Report
+from migrator.quiesce.cut import Channel, Counts, Permission, Report
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Refused
 
@@ -82,38 +83,50 @@ class Numbers:
         return re.sub(r"\brank (\d+)", name, reason)
 
 
-@dataclass(frozen=True)
 class Membership:
-    """Which process is which member of every communicator. A process can be several members of one communicator."""
+    """Which process is which member of every communicator. A process can be several members of one communicator.
 
-    numbers: Mapping[tuple[str, int], int]  # (communicator, member) → number of the process
-    members: Mapping[tuple[str, int], tuple[int, ...]]  # (communicator, number of a process) → its members
-    sizes: Mapping[str, int]  # number of members of each communicator
-    aborted: frozenset[str]  # communicators whose counts no longer mean anything
+    It only grows: what a process has reported of itself stays true until it ends, and then no cut is reached.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[str, int], int] = {}  # (communicator, member) → number of the process
+        self.members: dict[tuple[str, int], tuple[int, ...]] = {}  # (communicator, number of a process) → its members
+        self.sizes: dict[str, int] = {}  # number of members of each communicator
+        self.aborted: set[str] = set()  # communicators whose counts no longer mean anything
+        self.version = 0  # changes with everything above
+        self._known: Counter[str] = Counter()  # members of each communicator that are known
+        self._processes: dict[str, tuple[int | None, ...]] = {}
 
     @classmethod
-    def gather(cls, reports: Collection[ProcessReport], number: Callable[[Process], int]) -> Membership:
-        numbers: dict[tuple[str, int], int] = {}
-        members: dict[tuple[str, int], tuple[int, ...]] = {}
-        sizes: dict[str, int] = {}
-        aborted = set()
+    def gather(cls, reports: Iterable[ProcessReport], number: Callable[[Process], int]) -> Membership:
+        made = cls()
         for report in reports:
-            me = number(report.process)
-            for comm in report.counted():
-                if comm.state == "aborted":
-                    aborted.add(comm.id)
-                if comm.nranks > 0 and comm.rank >= 0:
-                    numbers[comm.id, comm.rank] = me
-                    members[comm.id, me] = (*members.get((comm.id, me), ()), comm.rank)
-                    sizes[comm.id] = comm.nranks
-        return cls(numbers, members, sizes, frozenset(aborted))
+            made.add(report, number(report.process))
+        return made
+
+    def add(self, report: ProcessReport, me: int) -> None:
+        for comm in report.counted():
+            if comm.state == "aborted" and comm.id not in self.aborted:
+                self.aborted.add(comm.id)
+                self.version += 1
+            if comm.nranks > 0 and comm.rank >= 0 and self.numbers.get((comm.id, comm.rank)) != me:
+                self._known[comm.id] += (comm.id, comm.rank) not in self.numbers
+                self.numbers[comm.id, comm.rank] = me
+                self.members[comm.id, me] = (*self.members.get((comm.id, me), ()), comm.rank)
+                self.sizes[comm.id] = comm.nranks
+                self._processes.pop(comm.id, None)
+                self.version += 1
 
     def unknown(self, comm: str) -> int:
         """How many members of the communicator no process has reported to be."""
-        return sum((comm, member) not in self.numbers for member in range(self.sizes.get(comm, 1)))
+        return self.sizes.get(comm, 1) - self._known[comm]
 
     def processes(self, comm: str) -> tuple[int | None, ...]:
-        return tuple(self.numbers.get((comm, member)) for member in range(self.sizes[comm]))
+        """The same object as long as it is the same, so that comparing it costs nothing."""
+        if comm not in self._processes:
+            self._processes[comm] = tuple(self.numbers.get((comm, member)) for member in range(self.sizes[comm]))
+        return self._processes[comm]
 
     def channel(self, me: int, comm: str, kind: pb.ChannelCount.Kind.ValueType, member: int) -> Channel | None:
         """None: a channel with a member that no process has reported to be, or the receive of a send to oneself."""
@@ -160,13 +173,10 @@ def report_for_cut(report: ProcessReport, me: int, membership: Membership, *, id
     return Report(
         launched=launched,
         held={waiting.thread: _group(waiting.group, me, membership) for waiting in report.gate.waiting},
-        members={
-            comm.id: tuple(me if number == me else None for number in membership.processes(comm.id))
-            for comm in report.counted()
-            if comm.id in membership.sizes
-        },
+        members={comm.id: membership.processes(comm.id) for comm in report.counted() if comm.id in membership.sizes},
         users=users,
         running=frozenset() if idle else report.not_waiting,
+        passed=report.gate.passed if report.gate.HasField("passed") else None,
     )
 
 
@@ -184,17 +194,53 @@ def _group(rows: Iterable[pb.ChannelCount], me: int, membership: Membership) -> 
     }
 
 
-def targets_of(targets: Counts, me: int, membership: Membership) -> list[pb.ChannelCount]:
-    """The targets that the gate of one process needs, sorted."""
-    found: list[tuple[str, pb.ChannelCount.Kind.ValueType, int, int]] = []
+class Rows(NamedTuple):
+    """What the gate of one process is told: rows of (communicator, kind, member, count), sorted."""
+
+    targets: tuple[tuple[str, pb.ChannelCount.Kind.ValueType, int, int], ...]
+    permissions: tuple[Permission, ...]
+
+
+def rows_for(
+    targets: Counts,
+    permissions: Mapping[int, tuple[Permission, ...]],
+    everyone: Collection[int],
+    membership: Membership,
+) -> dict[int, Rows]:
+    """The targets and permissions that the gate of each process needs."""
+    found: dict[int, list[tuple[str, pb.ChannelCount.Kind.ValueType, int, int]]] = {me: [] for me in everyone}
     for (comm, pair), count in targets.items():
         if pair is None:
-            if (comm, me) in membership.members or membership.unknown(comm):
-                found.append((comm, pb.ChannelCount.COLLECTIVE, -1, count))
-        elif me in pair:
-            kind, other = (pb.ChannelCount.SEND, pair[1]) if pair[0] == me else (pb.ChannelCount.RECEIVE, pair[0])
-            found += [(comm, kind, member, count) for member in membership.members.get((comm, other), ())]
-    return [
-        pb.ChannelCount(communicator=comm, kind=kind, peer=peer, count=count)
-        for comm, kind, peer, count in sorted(found)
-    ]
+            row = (comm, pb.ChannelCount.COLLECTIVE, -1, count)
+            # A process that has not said what it is may be a member that is not known.
+            members = everyone if membership.unknown(comm) else set(membership.processes(comm))
+            for me in members:
+                if me in found:
+                    found[me].append(row)
+            continue
+        for me, other, kind in ((pair[0], pair[1], pb.ChannelCount.SEND), (pair[1], pair[0], pb.ChannelCount.RECEIVE)):
+            if me in found:
+                found[me] += [(comm, kind, member, count) for member in membership.members.get((comm, other), ())]
+    return {me: Rows(tuple(sorted(rows)), permissions.get(me, ())) for me, rows in found.items()}
+
+
+def to_proto(process: Process, me: int, rows: Rows, membership: Membership) -> pb.ProcessTargets:
+    """Permissions for channels whose other end is not known are left out; there is none in a correct cut."""
+    made = pb.ProcessTargets(rank_uid=process.rank_uid, pid=process.pid)
+    for comm, kind, peer, count in rows.targets:
+        made.targets.add(communicator=comm, kind=kind, peer=peer, count=count)
+    for permission in rows.permissions:
+        for until in _as_counted(permission, me, membership):
+            made.permissions.add(thread=permission.thread or 0, until=until, passed=permission.passed)
+    return made
+
+
+def _as_counted(permission: Permission, me: int, membership: Membership) -> Iterator[pb.ChannelCount]:
+    """The channel of a permission as the gate of this process counts it."""
+    comm, pair = permission.channel
+    if pair is None:
+        yield pb.ChannelCount(communicator=comm, kind=pb.ChannelCount.COLLECTIVE, peer=-1, count=permission.until)
+        return
+    kind, other = (pb.ChannelCount.SEND, pair[1]) if pair[0] == me else (pb.ChannelCount.RECEIVE, pair[0])
+    for member in membership.members.get((comm, other), ()):
+        yield pb.ChannelCount(communicator=comm, kind=kind, peer=member, count=permission.until)

@@ -3228,12 +3228,15 @@ class ProcessGate(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     CALLING_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
+    PASSED_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
     rank: _builtins.int
     pid: _builtins.int
     """in the rank's own pid namespace, so it is the same on every node"""
     instance: _builtins.int
     """which copy of the NCCL library; grows when a fresh one is loaded"""
+    passed: _builtins.int
+    """groups that have passed the closed gate; missing: its shim knows no permissions"""
     @_builtins.property
     def communicators(self) -> _containers.RepeatedCompositeFieldContainer[Global___Communicator]: ...
     @_builtins.property
@@ -3257,12 +3260,15 @@ class ProcessGate(_message.Message):
         waiting: _abc.Iterable[Global___WaitingThread] | None = ...,
         calling: _abc.Iterable[_builtins.int] | None = ...,
         instance: _builtins.int = ...,
+        passed: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_passed", b"_passed", "passed", b"passed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calling", b"calling", "communicators", b"communicators", "ended", b"ended", "instance", b"instance", "pid", b"pid", "rank", b"rank", "rank_uid", b"rank_uid", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_passed", b"_passed", "calling", b"calling", "communicators", b"communicators", "ended", b"ended", "instance", b"instance", "passed", b"passed", "pid", b"pid", "rank", b"rank", "rank_uid", b"rank_uid", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__passed: _TypeAlias = _typing.Literal["passed"]  # noqa: Y015
+    _WhichOneofArgType__passed: _TypeAlias = _typing.Literal["_passed", b"_passed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__passed) -> _WhichOneofReturnType__passed | None: ...
 
 Global___ProcessGate: _TypeAlias = ProcessGate  # noqa: Y015
 
@@ -3477,24 +3483,59 @@ class ProcessTargets(_message.Message):
     RANK_UID_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
+    PERMISSIONS_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
     pid: _builtins.int
     @_builtins.property
     def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChannelCount]: ...
+    @_builtins.property
+    def permissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Permission]: ...
     def __init__(
         self,
         *,
         rank_uid: _builtins.str = ...,
         pid: _builtins.int = ...,
         targets: _abc.Iterable[Global___ChannelCount] | None = ...,
+        permissions: _abc.Iterable[Global___Permission] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pid", b"pid", "rank_uid", b"rank_uid", "targets", b"targets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["permissions", b"permissions", "pid", b"pid", "rank_uid", b"rank_uid", "targets", b"targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProcessTargets: _TypeAlias = ProcessTargets  # noqa: Y015
+
+@_typing.final
+class Permission(_message.Message):
+    """A thread may launch whatever comes next while the process has launched fewer than `until.count` operations of the channel, and
+    fewer than `passed` groups have passed the closed gate.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    THREAD_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
+    PASSED_FIELD_NUMBER: _builtins.int
+    thread: _builtins.int
+    """0: any"""
+    passed: _builtins.int
+    @_builtins.property
+    def until(self) -> Global___ChannelCount: ...
+    def __init__(
+        self,
+        *,
+        thread: _builtins.int = ...,
+        until: Global___ChannelCount | None = ...,
+        passed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["until", b"until"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["passed", b"passed", "thread", b"thread", "until", b"until"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Permission: _TypeAlias = Permission  # noqa: Y015
 
 @_typing.final
 class DetachRequest(_message.Message):

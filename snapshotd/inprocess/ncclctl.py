@@ -98,6 +98,9 @@ class Report:
     ended: tuple[Communicator, ...] = ()  # destroyed or aborted; what was launched on them still counts
     waiting: Mapping[int, tuple[ChannelCount, ...]] = field(default_factory=dict)  # by thread: the group at the gate
     calling: tuple[int, ...] = ()  # threads inside an NCCL call
+    passed: int | None = (
+        None  # groups that have passed the closed gate; None: the library is older and knows no permissions
+    )
 
     def refusals(self) -> list[str]:
         """ "COMM: why", for every communicator that cannot be taken down."""
@@ -164,6 +167,7 @@ def parse(text: str) -> Report:
             ended=tuple(_counts(comm) for comm in report.get("ended", ())),
             waiting=waiting,
             calling=tuple(int(each["thread"]) for each in report.get("calling", ())),
+            passed=int(report["passed"]) if "passed" in report else None,
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise Damaged(f"a process's NCCL report makes no sense ({error!r}): {text[:80]!r}") from error
@@ -208,7 +212,7 @@ def close(process: tree.Process) -> None:
 
 
 def set_targets(process: tree.Process, lines: Sequence[str]) -> None:
-    """Sets how far each channel may continue behind the closed gate: "COMM c|s|r PEER COUNT"."""
+    """Sets how far each channel may continue behind the closed gate: "COMM c|s|r PEER COUNT". See also `permission_line`."""
     _ask(process, Command.NCCL_TARGETS, GATE_S, "take its targets", lines)
 
 
@@ -284,6 +288,14 @@ def target_line(target: ChannelCount) -> str:
     if not _TARGET.fullmatch(line):
         raise Damaged(f"{line[:60]!r} is not a target (COMM c|s|r PEER COUNT)")
     return line
+
+
+def permission_line(thread: int, passed: int, until: str) -> str:
+    """A line for `set_targets` that lets a thread (0: any) pass with any group until the channel has its target, or until so
+    many groups have passed."""
+    if thread < 0 or passed >= 1 << 63:
+        raise Damaged(f"{thread} and {passed} are not the thread and limit of a permission")
+    return f"permit {thread} {passed} {until}"
 
 
 def _ask(

@@ -35,9 +35,10 @@ class FakeGates(stubs.GateServicer):
 
     def SetTargets(self, request: pb.SetTargetsRequest, context: grpc.ServicerContext) -> pb.GateReport:
         self.daemon._hear("SetTargets", request, context)
-        handed = {(targets.rank_uid, targets.pid): targets.targets for targets in request.processes}
+        handed = {(targets.rank_uid, targets.pid): targets for targets in request.processes}
         for process in self.daemon.gated:
-            process.take(handed[process.rank_uid, process.pid])
+            if (process.rank_uid, process.pid) in handed:
+                process.take(handed[process.rank_uid, process.pid])
         return self._shown()
 
     def Open(self, request: pb.TokenRequest, context: grpc.ServicerContext) -> pb.OpenReply:

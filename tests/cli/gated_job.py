@@ -6,7 +6,7 @@ is a list of rows as the shim reports them: ("communicator", "c" | "s" | "r", ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from snapshotd.api import snapshotd_pb2 as pb
@@ -45,6 +45,8 @@ class Gated:
     refusals: dict[str, list[str]] = field(default_factory=dict)  # by communicator
     counts: dict[Key, int] = field(default_factory=dict)
     targets: dict[Key, int] = field(default_factory=dict)
+    permissions: list[pb.Permission] = field(default_factory=list)
+    passed: int = 0
 
     def __post_init__(self) -> None:
         for group in self.program[: self.at]:
@@ -66,15 +68,26 @@ class Gated:
         """Runs as far as the closed gate allows, by the rule of `migrator.quiesce.cut.may_launch`."""
         while (group := self.next_group()) is not None:
             keys = [(comm, kind, comm_rank) for comm, kind, comm_rank, _ in group]
-            if self.gate == "closed" and all(self.counts.get(k, 0) >= self.targets.get(k, 0) for k in keys):
+            held = all(self.counts.get(k, 0) >= self.targets.get(k, 0) for k in keys) and not self._permitted()
+            if self.gate == "closed" and held:
                 return
             if self.gate == "open":
                 return  # what a running job launches does not matter here
             self._count(group)
             self.at += 1
+            self.passed += 1
 
-    def take(self, targets: Iterable[pb.ChannelCount]) -> None:
-        self.targets = {(each.communicator, LETTERS[each.kind], each.peer): each.count for each in targets}
+    def _permitted(self) -> bool:
+        return any(
+            one.thread in (0, self.users[0])
+            and self.passed < one.passed
+            and self.counts.get((one.until.communicator, LETTERS[one.until.kind], one.until.peer), 0) < one.until.count
+            for one in self.permissions
+        )
+
+    def take(self, told: pb.ProcessTargets) -> None:
+        self.targets = {(each.communicator, LETTERS[each.kind], each.peer): each.count for each in told.targets}
+        self.permissions = list(told.permissions)
 
     def shown(self) -> pb.ProcessGate:
         self.run()
@@ -87,6 +100,7 @@ class Gated:
                 self._comm(comm, nranks, comm_rank) for comm, (nranks, comm_rank) in self.memberships.items()
             ],
             waiting=[pb.WaitingThread(thread=self.users[0], group=map(_row, held))] if held is not None else [],
+            passed=self.passed,
         )
 
     def _comm(self, comm: str, nranks: int, comm_rank: int) -> pb.Communicator:

@@ -6,7 +6,8 @@ and targets are in transit. The gates report only what a shim can count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,7 +18,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from migrator.quiesce.cut import Channel, Counts, Cut, Decision, Report, may_launch, next_targets
+from migrator.quiesce.cut import (
+    Channel,
+    Counts,
+    Cut,
+    Decision,
+    Permission,
+    Report,
+    is_permitted,
+    may_launch,
+    next_targets,
+)
 from tests.protocol.test_cut_programs import (
     SEEDS,
     Group,
@@ -61,6 +72,8 @@ class Job:
         self.toil: dict[Thread, int] = {}
         self.arrived: set[Thread] = set()
         self.gates: dict[int, Counts] = {}  # ranks whose gate is closed, and their targets
+        self.permissions: Mapping[int, tuple[Permission, ...]] = {}
+        self.passed: Counter[int] = Counter()  # by rank: groups that have passed the closed gate
         self.unseen: set[Thread] = set()  # threads that run but are reported as idle
         if self.hints is Hints.LIES:
             self.unseen = {thread for thread in self.program.threads if self.rng.random() < 0.5}
@@ -113,7 +126,10 @@ class Job:
             return False
         if rank not in self.gates:
             return True
-        return may_launch(self.launched[rank], self.gates[rank], group.adds)
+        if may_launch(self.launched[rank], self.gates[rank], group.adds):
+            return True
+        known = Report(self.launched[rank], passed=self.passed[rank])
+        return is_permitted(known, thread[1], self.permissions.get(rank, ()))
 
     def choices(self) -> list[Thread]:
         return [t for t in self.program.threads if (self.working(t) and t not in self.stuck) or self.passes(t)]
@@ -136,6 +152,7 @@ class Job:
     def launch(self, thread: Thread, group: Group) -> None:
         rank = thread[0]
         self.arrived.remove(thread)
+        self.passed[rank] += rank in self.gates
         self.at[thread] += 1
         self.launched[rank] += group.adds
         self.numbers[thread] = {channel: self.launched[rank][channel] for channel in group.adds}
@@ -157,6 +174,7 @@ class Job:
             users=dict(self.users[rank]),
             running=frozenset(t[1] for t in mine if self.working(t) and t not in self.unseen),
             ended=self.ended(rank),
+            passed=self.passed[rank],
         )
 
     def created(self, comm: str, rank: int) -> bool:
@@ -189,6 +207,7 @@ class Job:
             for rank in self.shuffled():
                 self.run(1)
                 self.gates[rank] = cut.targets
+                self.permissions = {**self.permissions, rank: cut.permissions.get(rank, ())}
             self.step()
 
     def hold(self) -> Cut:
@@ -205,6 +224,7 @@ class Job:
 
     def open(self) -> None:
         self.gates.clear()
+        self.permissions = {}
 
     def finish(self) -> None:
         """Runs the job to its end, with open gates."""

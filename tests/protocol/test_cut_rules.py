@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from migrator.quiesce.cut import Channel, Counts, Cut, Decision, Report, may_launch, next_targets
+from migrator.quiesce.cut import (
+    GROWTH,
+    Channel,
+    Counts,
+    Cut,
+    Decision,
+    Report,
+    is_permitted,
+    may_launch,
+    next_targets,
+)
 
 TP, DP, PP = Channel("tp0"), Channel("dp0"), Channel("pp0")
 SEND = Channel("pp0", (0, 1))
@@ -60,7 +70,7 @@ def test_equal_counts_are_the_cut_even_if_threads_run() -> None:
 def test_only_candidate_waiting_with_another_group_passes_for_certain() -> None:
     cut = next_targets({0: rank({TP: 7}), 1: rank({TP: 6}, {MAIN: {DP: 1}})})
     assert cut.targets == {TP: 7, DP: 1}
-    assert not cut.guessed
+    assert not cut.guesses
 
 
 def test_threads_of_a_rank_that_is_not_behind_do_not_pass() -> None:
@@ -77,7 +87,7 @@ def test_waiting_thread_passes_once_the_running_thread_counts_as_idle() -> None:
     late = rank({TP: 6}, {AUTOGRAD: {DP: 1}}, users=BOTH, running=frozenset({MAIN}))
     cut = looked_twice({0: rank({TP: 7}), 1: replace(late, running=frozenset())})
     assert cut.targets == {TP: 7, DP: 1}
-    assert cut.guessed == {1}
+    assert set(cut.guesses) == {1}
 
 
 def test_guess_is_made_only_in_the_second_equal_round() -> None:
@@ -155,7 +165,7 @@ def test_unknown_members_are_guessed_last() -> None:
     member = Report({}, {MAIN: {DP: 1}, OTHER: {Channel("ep0"): 1}}, {"ep0": (2, 3)}, {"pp0": frozenset({MAIN, OTHER})})
     third = Report({}, members={"ep0": (2, 3)})
     cut = looked_twice({0: creator, 1: bystander, 2: member, 3: third})
-    assert cut.guessed == {2}
+    assert set(cut.guesses) == {2}
 
 
 def test_rank_that_ended_while_behind_ends_the_attempt() -> None:
@@ -219,3 +229,33 @@ def test_rank_that_waits_for_no_other_rank_is_named_first() -> None:
 def test_reason_mentions_a_guess() -> None:
     reports = {0: rank({TP: 7}), 1: rank({TP: 6}, {AUTOGRAD: {DP: 1}}, users=BOTH)}
     assert looked_twice(reports).reason.endswith("; nothing moves, so rank 1 is let on by a guess")
+
+
+def test_only_candidate_may_launch_everything_before_the_missing_operation() -> None:
+    """Otherwise a rank that is a hundred groups behind would need a hundred rounds."""
+    cut = next_targets({0: rank({TP: 7}), 1: rank({TP: 2}, {MAIN: {DP: 1}})})
+    (permission,) = cut.permissions[1]
+    assert permission[:3] == (MAIN, TP, 7)
+    assert is_permitted(rank({TP: 6, DP: 50}), MAIN, [permission])
+    assert not is_permitted(rank({TP: 7}), MAIN, [permission])
+    assert not is_permitted(rank({TP: 6}), AUTOGRAD, [permission])
+
+
+def test_permission_ends_with_its_reason() -> None:
+    first = next_targets({0: rank({TP: 7}), 1: rank({TP: 6}, {MAIN: {DP: 1}})})
+    second = next_targets({0: rank({TP: 7}), 1: rank({TP: 6, DP: 1}, running=frozenset({MAIN}))}, first)
+    assert second.permissions == first.permissions
+    third = next_targets({0: rank({TP: 7}), 1: rank({TP: 7, DP: 1})}, second)
+    assert not third.permissions
+
+
+def test_each_guess_about_a_rank_allows_more_groups() -> None:
+    def late(launched: int) -> dict[int, Report]:
+        held = rank({TP: 6, DP: launched}, {AUTOGRAD: {DP: 1}}, users=BOTH)
+        return {0: rank({TP: 7, DP: launched}), 1: replace(held, passed=launched)}
+
+    cut, allowed = next_targets(late(0)), []
+    for launched in range(4):
+        cut = next_targets(late(launched), next_targets(late(launched), cut))
+        allowed.append([one.passed - launched for one in cut.permissions.get(1, ())])
+    assert allowed == [[], [GROWTH], [GROWTH**2], [GROWTH**3]]

@@ -14,10 +14,10 @@ int main(void)
 	EXPECT(gate_close(1) && !is_open());
 	EXPECT(gate_open(3) && is_open());
 	EXPECT(!gate_close(2) && is_open());
-	EXPECT(!gate_set_targets(2, calloc(1, sizeof(struct gate_target)), 1));
+	EXPECT(!gate_set_targets(2, calloc(1, sizeof(struct gate_target)), 1, NULL, 0));
 	EXPECT(gate_close(4) && !is_open());
 	EXPECT(!gate_open(3) && !is_open());
-	EXPECT(gate_set_targets(5, calloc(1, sizeof(struct gate_target)), 1));
+	EXPECT(gate_set_targets(5, calloc(1, sizeof(struct gate_target)), 1, NULL, 0));
 	EXPECT(gate_open(6) && is_open());
 	return 0;
 }

@@ -18,29 +18,60 @@ static int fail_late(struct nccl_job *job)
 	return job_fails(job, ECANCELED, "a later command has changed the gate");
 }
 
+/* "ID c|s|r PEER COUNT"; a permission has "permit THREAD PASSED " before it. */
+static bool read_target(const char *line, struct gate_target *target)
+{
+	unsigned long id, launched;
+	char channel;
+	int peer;
+
+	if (sscanf(line, "%lx %c %d %lu", &id, &channel, &peer, &launched) != 4 || !strchr("csr", channel))
+		return false;
+	*target = (struct gate_target){id, (enum gate_channel)channel, peer, launched};
+	return true;
+}
+
+static bool read_permission(const char *line, struct gate_permission *permission)
+{
+	unsigned long passed;
+	int thread, read = 0;
+
+	if (sscanf(line, "permit %d %lu %n", &thread, &passed, &read) != 2 || !read_target(line + read, &permission->until))
+		return false;
+	permission->thread = thread;
+	permission->passed = passed;
+	return true;
+}
+
 static int set_targets(struct nccl_job *job)
 {
-	size_t lines = 1, count = 0;
+	size_t lines = 1, count = 0, allowed = 0;
+	struct gate_permission *permissions;
 	struct gate_target *targets;
 	char *rest = job->request, *line;
+	int failed = 0;
 
 	for (const char *at = job->request; *at; at++)
 		lines += *at == '\n';
 	targets = calloc(lines, sizeof(*targets));
-	if (!targets)
-		return job_fails(job, ENOMEM, "out of memory for %zu targets", lines);
-	while ((line = job_line(&rest))) {
-		unsigned long id, launched;
-		char channel;
-		int peer;
-
-		if (sscanf(line, "%lx %c %d %lu", &id, &channel, &peer, &launched) != 4 || !strchr("csr", channel)) {
-			free(targets);
-			return job_fails(job, EINVAL, "not a target (ID c|s|r PEER COUNT): %.60s", line);
-		}
-		targets[count++] = (struct gate_target){id, (enum gate_channel)channel, peer, launched};
+	permissions = calloc(lines, sizeof(*permissions));
+	if (!targets || !permissions)
+		failed = job_fails(job, ENOMEM, "out of memory for %zu targets", lines);
+	while (!failed && (line = job_line(&rest))) {
+		if (read_permission(line, &permissions[allowed]))
+			allowed++;
+		else if (read_target(line, &targets[count]))
+			count++;
+		else
+			failed = job_fails(job, EINVAL, "not a target ([permit THREAD PASSED] ID c|s|r PEER COUNT): %.60s",
+					   line);
 	}
-	return gate_set_targets(job->number, targets, count) ? 0 : fail_late(job);
+	if (failed) {
+		free(targets);
+		free(permissions);
+		return failed;
+	}
+	return gate_set_targets(job->number, targets, count, permissions, allowed) ? 0 : fail_late(job);
 }
 
 static int new_id(struct nccl_job *job)

@@ -2,8 +2,8 @@
  *
  * Open, it costs one load and one relaxed addition. Closed, a thread publishes what it wants to launch and sleeps until one
  * of its channels is below its target. Then another member is already committed to that operation, and the whole group is
- * inside the cut with all its channels (migrator/quiesce/cut.py has the same rule, and the reason). A thread sleeps at
- * group depth 0 of the real library and holds no lock. `calling` (threads.h) orders counting and closing: after gate_close
+ * inside the cut with all its channels. A permission lets it pass with any group, because an operation that the process lacks
+ * comes later in its program (migrator/quiesce/cut.py has the same rules, and the reasons). A thread sleeps at group depth 0 of the real library and holds no lock. `calling` (threads.h) orders counting and closing: after gate_close
  * no operation is launched that was not counted.
  */
 #define _GNU_SOURCE
@@ -18,6 +18,9 @@
 _Atomic int gate_word = GATE_OPEN;
 static struct gate_target *targets; /* sorted; under the lock */
 static size_t targets_count;
+static struct gate_permission *permissions; /* under the lock */
+static size_t permissions_count;
+static _Atomic uint64_t passed; /* groups that have passed the closed gate; written under the lock */
 static uint64_t last_command; /* that changed the gate; under the lock */
 
 static void count_peer(struct nccl_comm *comm, bool sent, int peer, uint64_t count)
@@ -95,25 +98,55 @@ struct look {
 	bool any, below;
 };
 
+static uint64_t launched_on(struct nccl_comm *comm, enum gate_channel channel, int peer)
+{
+	struct nccl_peers *peers = channel == CHANNEL_COLLECTIVES ? NULL : atomic_load(&comm->peers);
+
+	if (channel == CHANNEL_COLLECTIVES)
+		return atomic_load(&comm->collectives);
+	if (!peers || peer < 0 || peer >= peers->ranks)
+		return 0;
+	return atomic_load(channel == CHANNEL_SENT ? &peers->with[peer].sent : &peers->with[peer].received);
+}
+
 static void look_at_channel(void *context, struct nccl_comm *comm, enum gate_channel channel, int peer, uint64_t count)
 {
 	struct gate_target wanted = {.id = comm->id, .channel = channel, .peer = peer}, *target;
-	struct nccl_peers *peers = channel == CHANNEL_COLLECTIVES ? NULL : atomic_load(&comm->peers);
 	struct look *look = context;
-	uint64_t launched = atomic_load(&comm->collectives);
+	uint64_t launched = launched_on(comm, channel, peer);
 
 	(void)count;
 	look->any = true;
-	if (channel != CHANNEL_COLLECTIVES)
-		launched = !peers || peer < 0 || peer >= peers->ranks ? 0 :
-			   channel == CHANNEL_SENT                    ? atomic_load(&peers->with[peer].sent) :
-									atomic_load(&peers->with[peer].received);
 	target = targets_count ? bsearch(&wanted, targets, targets_count, sizeof(*targets), compare) : NULL;
 	look->below = look->below || (target && launched < target->count);
 }
 
+/* Whether the channel is below the count on one of this process's memberships. A communicator that has ended is not. */
+static bool is_below(const struct gate_target *until)
+{
+	struct nccl_comm *comm;
+
+	for (size_t i = 0; (comm = comm_at(i)); i++) {
+		int state = atomic_load(&comm->state);
+
+		if (comm->id == until->id && (state == LIVE || state == PENDING) &&
+		    launched_on(comm, until->channel, until->peer) < until->count)
+			return true;
+	}
+	return false;
+}
+
+static bool is_permitted(pid_t thread)
+{
+	for (size_t i = 0; i < permissions_count; i++)
+		if ((!permissions[i].thread || permissions[i].thread == thread) &&
+		    atomic_load(&passed) < permissions[i].passed && is_below(&permissions[i].until))
+			return true;
+	return false;
+}
+
 /* 1: may pass; 0: waits; -1: one of its communicators has ended or, on an open gate, is not attached. Needs the lock. */
-static int decide(const struct nccl_call *calls, size_t count)
+static int decide(const struct nccl_thread *thread, const struct nccl_call *calls, size_t count)
 {
 	bool open = atomic_load(&gate_word) == GATE_OPEN;
 	struct look look = {false, open};
@@ -127,7 +160,7 @@ static int decide(const struct nccl_call *calls, size_t count)
 		if (state != LIVE && state != PENDING && calls[i].counts != NOTHING)
 			return open ? -1 : 0;
 	}
-	return !look.any || look.below;
+	return !look.any || look.below || is_permitted(atomic_load(&thread->tid));
 }
 
 static ncclResult_t wait_for_turn(struct nccl_thread *thread, const struct nccl_call *calls, size_t count)
@@ -137,7 +170,7 @@ static ncclResult_t wait_for_turn(struct nccl_thread *thread, const struct nccl_
 	int decision;
 
 	nccl_lock(&before);
-	while ((decision = decide(calls, count)) == 0) {
+	while ((decision = decide(thread, calls, count)) == 0) {
 		thread->held = calls;
 		thread->held_count = count;
 		seen = held_turn();
@@ -146,8 +179,10 @@ static ncclResult_t wait_for_turn(struct nccl_thread *thread, const struct nccl_
 		nccl_lock(&before);
 	}
 	thread->held = NULL;
-	if (decision > 0)
+	if (decision > 0) {
 		count_all(thread, calls, count);
+		atomic_fetch_add(&passed, atomic_load(&gate_word) == GATE_CLOSED);
+	}
 	nccl_unlock(&before);
 	for (size_t i = 0; decision < 0 && i < count; i++)
 		if (calls[i].comm && atomic_load(&calls[i].comm->state) != LIVE)
@@ -195,7 +230,18 @@ bool gate_close(uint64_t command)
 	return true;
 }
 
-bool gate_set_targets(uint64_t command, struct gate_target *fresh, size_t count)
+static void replace_targets(struct gate_target *fresh, size_t count, struct gate_permission *allowed, size_t allowed_count)
+{
+	free(targets);
+	free(permissions);
+	targets = fresh;
+	targets_count = count;
+	permissions = allowed;
+	permissions_count = allowed_count;
+}
+
+bool gate_set_targets(uint64_t command, struct gate_target *fresh, size_t count, struct gate_permission *allowed,
+		      size_t allowed_count)
 {
 	uint64_t before;
 	bool latest;
@@ -204,15 +250,20 @@ bool gate_set_targets(uint64_t command, struct gate_target *fresh, size_t count)
 	nccl_lock(&before);
 	latest = is_latest(command);
 	if (latest) {
-		free(targets);
-		targets = fresh;
-		targets_count = count;
+		replace_targets(fresh, count, allowed, allowed_count);
 		held_look_again();
-	} else {
-		free(fresh);
 	}
 	nccl_unlock(&before);
+	if (!latest) {
+		free(fresh);
+		free(allowed);
+	}
 	return latest;
+}
+
+uint64_t gate_passed(void)
+{
+	return atomic_load(&passed);
 }
 
 bool gate_open(uint64_t command)
@@ -230,9 +281,7 @@ bool gate_open(uint64_t command)
 
 		atomic_compare_exchange_strong(&comm->state, &detached, LOST);
 	}
-	free(targets);
-	targets = NULL;
-	targets_count = 0;
+	replace_targets(NULL, 0, NULL, 0);
 	atomic_store(&gate_word, GATE_OPEN);
 	held_look_again();
 	nccl_unlock(&before);

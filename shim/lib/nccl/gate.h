@@ -17,6 +17,14 @@ struct gate_target {
 	uint64_t count;
 };
 
+/* Lets a thread (0: any) launch whatever comes next while the channel is below `until.count`, and as long as fewer than
+ * `passed` groups have passed the closed gate. */
+struct gate_permission {
+	pid_t thread;
+	struct gate_target until;
+	uint64_t passed;
+};
+
 /* Waits until all the calls may be launched, counts them, and sets the thread to CALLING. An error: they never may be. */
 ncclResult_t gate_pass(struct nccl_thread *thread, const struct nccl_call *calls, size_t count);
 /* Counts one operation on an open gate; the thread is DECIDING. */
@@ -31,9 +39,13 @@ void gate_channels(const struct nccl_call *call,
  * undo: then these three do nothing, and return false. */
 /* Later launches wait at the gate. When this returns, every earlier launch is counted. */
 bool gate_close(uint64_t command);
-/* Sets the count that each channel may reach; a channel without a target is never below it. Takes ownership of the array. */
-bool gate_set_targets(uint64_t command, struct gate_target *targets, size_t count);
+/* Sets the count that each channel may reach; a channel without a target is never below it. Replaces all earlier targets and
+ * permissions, and takes ownership of both arrays. */
+bool gate_set_targets(uint64_t command, struct gate_target *targets, size_t targets_count,
+		      struct gate_permission *permissions, size_t permissions_count);
 bool gate_open(uint64_t command);
+/* How many groups have passed the closed gate. */
+uint64_t gate_passed(void);
 /* Whether no thread is inside the real library; `reason` names one that is. */
 bool gate_is_drained(char *reason, size_t room);
 

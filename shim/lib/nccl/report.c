@@ -184,8 +184,10 @@ int report(struct nccl_job *job)
 	for (const struct nccl_instance *one = instance; one; one = one->before)
 		own_threads += threads_inside(one->text_from, one->text_to);
 	nccl_lock(&before);
-	put(&text, "{\"version\":%d,\"instance\":%d,\"gate\":\"%s\",\"library\":", instance ? instance->version : 0,
-	    instance ? instance->number : 0, atomic_load(&gate_word) == GATE_OPEN ? "open" : "closed");
+	put(&text,
+	    "{\"version\":%d,\"instance\":%d,\"gate\":\"%s\",\"passed\":%lu,\"library\":", instance ? instance->version : 0,
+	    instance ? instance->number : 0, atomic_load(&gate_word) == GATE_OPEN ? "open" : "closed",
+	    (unsigned long)gate_passed());
 	put_string(&text, real_path());
 	put(&text, ",\"comms\":[");
 	for (size_t i = 0; (comm = comm_at(i)); i++)

@@ -51,6 +51,7 @@ def _to_proto(gated: GateProcess, report: ncclctl.Report) -> pb.ProcessGate:
         ],
         calling=report.calling,
         instance=report.instance,
+        passed=report.passed,
     )
 
 
@@ -83,6 +84,11 @@ def target_line(target: pb.ChannelCount) -> str:
     """A target from the wire, in the shim's format. Raises Damaged for an invalid one."""
     kind = _LETTERS.get(target.kind, "?")
     return ncclctl.target_line(ncclctl.ChannelCount(target.communicator, kind, target.peer, target.count))
+
+
+def permission_line(permission: pb.Permission) -> str:
+    """The same for a permission."""
+    return ncclctl.permission_line(permission.thread, permission.passed, target_line(permission.until))
 
 
 async def report(gated: Sequence[GateProcess]) -> pb.GateReport:

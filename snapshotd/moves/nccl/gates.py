@@ -93,7 +93,10 @@ class GateSteps(Steps):
         """Sets how far each process may continue behind its closed gate."""
         moving = self.moving(request.move)
         targets = {
-            (check_rank_uid(each.rank_uid), each.pid): [gate_processes.target_line(one) for one in each.targets]
+            (check_rank_uid(each.rank_uid), each.pid): [
+                *map(gate_processes.target_line, each.targets),
+                *map(gate_processes.permission_line, each.permissions),
+            ]
             for each in request.processes
         }
         async with moving.lock:

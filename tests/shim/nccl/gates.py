@@ -138,7 +138,7 @@ class Gates:
             if cut.decision is Decision.REACHED and not any(report["calling"] for report in reports):
                 return cut
             assert cut.decision is not Decision.NEVER, cut.reason
-            self.all(TARGETS, self._targets(cut.targets, reports))
+            self.all(TARGETS, self._targets(cut, reports))
             time.sleep(0.002)
         raise AssertionError(f"no cut: {cut.reason if cut else 'no round'}")
 
@@ -183,21 +183,26 @@ class Gates:
             if comm["nranks"] > 0
         }
         running = frozenset().union(*users.values()) & moved - held.keys() if users else frozenset[int]()
-        return Report(launched, held, members, users, running)
+        return Report(launched, held, members, users, running, passed=report["passed"])
 
-    def _targets(self, targets: Mapping[Channel, int], reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    def _targets(self, cut: Cut, reports: Sequence[Mapping[str, Any]]) -> list[str]:
         comm_rank_of = {(comm, rank): comm_rank for (comm, comm_rank), rank in self.job_ranks(reports).items()}
+
+        def lines(rank: int, channel: Channel, count: int) -> Iterator[str]:
+            comm, pair = channel
+            if pair is None:
+                yield f"{comm} c -1 {count}"
+                return
+            for end, other, kind in ((pair[0], pair[1], "s"), (pair[1], pair[0], "r")):
+                if end == rank:
+                    yield f"{comm} {kind} {comm_rank_of[comm, other]} {count}"
+
         texts = []
         for rank in range(len(self.gates)):
-            lines = []
-            for (comm, pair), count in targets.items():
-                if pair is None:
-                    lines.append(f"{comm} c -1 {count}")
-                    continue
-                for end, other, kind in ((pair[0], pair[1], "s"), (pair[1], pair[0], "r")):
-                    if end == rank:
-                        lines.append(f"{comm} {kind} {comm_rank_of[comm, other]} {count}")
-            texts.append("\n".join(lines))
+            told = [line for channel, count in cut.targets.items() for line in lines(rank, channel, count)]
+            for thread, channel, until, passed in cut.permissions.get(rank, ()):
+                told += [f"permit {thread or 0} {passed} {line}" for line in lines(rank, channel, until)]
+            texts.append("\n".join(told))
         return texts
 
     # -- detaching and attaching

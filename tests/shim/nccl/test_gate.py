@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,34 @@ def test_closed_gate_lets_operations_pass_up_to_their_targets(job: Job) -> None:
     job.stop()
 
 
+def test_permission_lets_a_thread_pass_until_a_channel_has_its_count(job: Job) -> None:
+    job.start("jobs.plain", 1)
+    job.reach(1)
+    (gate,) = job.gates().gates
+    gate.ask(CLOSE)
+    while not (report := gate.report())["held"]:
+        time.sleep(0.002)
+    (comm,) = report["comms"]
+    before, passed, thread = comm["collectives"], report["passed"], report["held"][0]["thread"]
+
+    def told(text: str, wanted: int) -> dict[str, Any]:
+        gate.ask(TARGETS, text)
+        while not (found := gate.report())["held"] or found["comms"][0]["collectives"] < wanted:
+            time.sleep(0.002)
+        time.sleep(0.05)  # a further launch would be seen
+        again = gate.report()
+        assert again["comms"][0]["collectives"] == found["comms"][0]["collectives"]
+        return again
+
+    until = f"{comm['id']} c -1 {before + 5}"
+    assert told(f"permit {thread + 1} {passed + 1000} {until}", before)["comms"][0]["collectives"] == before
+    assert told(f"permit {thread} {passed} {until}", before)["comms"][0]["collectives"] == before
+    assert told(f"permit {thread} {passed + 1} {until}", before)["passed"] == passed + 1
+    assert told(f"permit 0 {passed + 1000} {until}", before + 5)["comms"][0]["collectives"] == before + 5
+    gate.ask(OPEN)
+    job.stop()
+
+
 def test_counts_are_exact_whenever_the_gate_is_closed(job: Job) -> None:
     """The counts of both ranks are equal at the cut."""
     job.start("jobs.plain", 2)
@@ -77,7 +106,7 @@ def test_invalid_targets_are_refused(job: Job) -> None:
     job.start("jobs.plain", 1)
     job.reach(1)
     (gate,) = job.gates().gates
-    for text in ("x", "0123 q -1 5", "0123 c"):
+    for text in ("x", "0123 q -1 5", "0123 c", "permit 0 5", "permit 0 0123 c -1 5", "permit x 5 0123 c -1 5"):
         with pytest.raises(Refused, match="not a target") as refused:
             gate.ask(TARGETS, text)
         assert refused.value.status == errno.EINVAL
