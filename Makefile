@@ -1,6 +1,6 @@
 # Every target that needs the environment begins with tools/setup, which does nothing when nothing has changed.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-fast test-systemd lint coverage docs bench chaos package clean
+.PHONY: help setup demo test test-all test-fast test-systemd lint coverage docs bench bench-scale chaos package clean
 
 PYTHON := .venv/bin/python
 # The tests start some thousand processes in Python: they are slow without its compiled files.
@@ -20,7 +20,7 @@ help: ## list the targets
 HIDDEN := $(filter /tmp/% /run/% /dev/shm/%,$(realpath $(CURDIR))/)
 ifneq ($(HIDDEN),)
 
-setup demo test test-all test-fast test-systemd coverage docs bench chaos package: ; @tools/elsewhere $(MAKE) --no-print-directory $@
+setup demo test test-all test-fast test-systemd coverage docs bench bench-scale chaos package: ; @tools/elsewhere $(MAKE) --no-print-directory $@
 
 else
 
@@ -57,6 +57,9 @@ docs: setup ## build the documentation into build/site, and fail on a broken lin
 
 bench: setup ## measure how long a move pauses the job
 	@$(PYTHON) -m integration.bench
+
+bench-scale: setup ## measure how long the driver needs to stop an NCCL job of up to 4,096 ranks (simulated daemons)
+	@$(PYTHON) -m integration.bench_scale
 
 # Variables: MINUTES, SEED, SOAK (a number of moves without faults, instead of faults), CHAOS (more options: --help).
 MINUTES ?= 15

@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 
 from migrator.cluster import Cluster
 from migrator.find_rank import all_ranks
-from migrator.quiesce.cut import Cut, Decision, Report, next_targets
+from migrator.quiesce.cut import Counts, Cut, Decision, Report, next_targets
 from migrator.quiesce.process_reports import (
     Membership,
     Numbers,
     Process,
     ProcessReport,
     Rows,
-    highest_collectives,
+    ahead_of_itself,
     report_for_cut,
     rows_for,
     to_proto,
@@ -239,7 +239,8 @@ class _View:
         for report in reports:
             if not self._is_known(report):
                 self.membership.add(report, self.numbers(report.process))
-        self.cut = next_targets(self._for_cut(reports), self._raised(reports))
+        shown = self._for_cut(reports)
+        self.cut = next_targets(shown, self._raised())
         return self.cut, self._changes(reports, self.cut)
 
     def _find_ended(self, reports: Iterable[ProcessReport]) -> None:
@@ -259,22 +260,24 @@ class _View:
         for report in reports:
             me, seen = self.numbers(report.process), self._seen.get(report.process)
             if seen is None or seen.version != self.membership.version or seen.gate != report.gate:
-                shown = report_for_cut(report, me, self.membership, idle=True)
+                shown = report_for_cut(report, me, self.membership)
                 since = seen.since if seen is not None and seen.idle == shown else now
                 running = report.not_waiting
                 active = replace(shown, running=running) if running else shown
-                seen = _Seen(report.gate, self.membership.version, shown, active, since)
+                several = ahead_of_itself(report, self.membership)
+                seen = _Seen(report.gate, self.membership.version, shown, active, since, several)
                 self._seen[report.process] = seen
             made[me] = seen.idle if now - seen.since > PATIENCE_S else seen.active
         return made
 
-    def _raised(self, reports: Collection[ProcessReport]) -> Cut:
+    def _raised(self) -> Cut:
         """The last cut with every target at least what some member has launched, and without aborted communicators."""
         last = self.cut or Cut(Decision.RUN_ON, "", {}, (), {}, {})
         aborted = self.membership.aborted
         targets = {channel: count for channel, count in last.targets.items() if channel.comm not in aborted}
-        for channel, count in highest_collectives(reports, self.membership).items():
-            targets[channel] = max(targets.get(channel, 0), count)
+        for seen in self._seen.values():
+            for channel, count in seen.several.items():
+                targets[channel] = max(targets.get(channel, 0), count)
         permissions = last.permissions
         if aborted:
             permissions = {
@@ -310,6 +313,7 @@ class _Seen:
     idle: Report  # if nothing has changed for PATIENCE_S
     active: Report  # otherwise
     since: float  # when it last changed
+    several: Counts  # of `ahead_of_itself`
 
 
 def _left(deadline: float) -> float:

@@ -97,6 +97,9 @@ class Membership:
         self.version = 0  # changes with everything above
         self._known: Counter[str] = Counter()  # members of each communicator that are known
         self._processes: dict[str, tuple[int | None, ...]] = {}
+        # By process: how many communicators it had, and had had, when everything about them was known. Each one that it
+        # creates, destroys or aborts changes these numbers, so as long as they are equal there is nothing to add.
+        self._added: dict[int, tuple[int, int]] = {}
 
     @classmethod
     def gather(cls, reports: Iterable[ProcessReport], number: Callable[[Process], int]) -> Membership:
@@ -106,17 +109,27 @@ class Membership:
         return made
 
     def add(self, report: ProcessReport, me: int) -> None:
+        gate = report.gate
+        size = len(gate.communicators), len(gate.ended)
+        if self._added.get(me) == size:
+            return
+        unknown = False
         for comm in report.counted():
-            if comm.state == "aborted" and comm.id not in self.aborted:
-                self.aborted.add(comm.id)
+            name, rank = comm.id, comm.rank
+            if comm.state == "aborted" and name not in self.aborted:
+                self.aborted.add(name)
                 self.version += 1
-            if comm.nranks > 0 and comm.rank >= 0 and self.numbers.get((comm.id, comm.rank)) != me:
-                self._known[comm.id] += (comm.id, comm.rank) not in self.numbers
-                self.numbers[comm.id, comm.rank] = me
-                self.members[comm.id, me] = (*self.members.get((comm.id, me), ()), comm.rank)
-                self.sizes[comm.id] = comm.nranks
-                self._processes.pop(comm.id, None)
+            if comm.nranks <= 0 or rank < 0:
+                unknown = True
+            elif self.numbers.get((name, rank)) != me:
+                self._known[name] += (name, rank) not in self.numbers
+                self.numbers[name, rank] = me
+                self.members[name, me] = (*self.members.get((name, me), ()), rank)
+                self.sizes[name] = comm.nranks
+                self._processes.pop(name, None)
                 self.version += 1
+        if not unknown:
+            self._added[me] = size
 
     def unknown(self, comm: str) -> int:
         """How many members of the communicator no process has reported to be."""
@@ -143,39 +156,44 @@ class Membership:
         return Channel(comm, (me, other) if kind == pb.ChannelCount.SEND else (other, me))
 
 
-def highest_collectives(reports: Collection[ProcessReport], membership: Membership) -> Counts:
-    """The collectives that the furthest member has launched. A process with several members counts as its last one."""
+def ahead_of_itself(report: ProcessReport, membership: Membership) -> Counts:
+    """The collectives that the furthest member has launched, where a process has several: it counts as its last one."""
+    counted = list(report.counted())
+    if len({comm.id for comm in counted}) == len(counted):
+        return {}
     highest: dict[Channel, int] = {}
-    for report in reports:
-        for comm in report.counted():
-            if comm.id in membership.aborted:
-                continue
+    for comm in counted:
+        if comm.id not in membership.aborted:
             channel = Channel(comm.id)
             highest[channel] = max(highest.get(channel, 0), comm.collectives)
     return highest
 
 
-def report_for_cut(report: ProcessReport, me: int, membership: Membership, *, idle: bool) -> Report:
-    """`idle`: no count has changed for so long that threads outside the gate are not expected to arrive at it."""
+def report_for_cut(report: ProcessReport, me: int, membership: Membership) -> Report:
+    """As if no thread were on its way to the gate."""
     launched: dict[Channel, int] = {}
-    for comm in report.counted():
-        if comm.id in membership.aborted:
-            continue
-        channel = Channel(comm.id)
-        launched[channel] = min(launched.get(channel, comm.collectives), comm.collectives)
-        for kind, counts in ((pb.ChannelCount.SEND, comm.sent), (pb.ChannelCount.RECEIVE, comm.received)):
-            for member, count in counts.items():
-                if (between := membership.channel(me, comm.id, kind, member)) is not None:
-                    launched[between] = launched.get(between, 0) + count
     users: dict[str, frozenset[int]] = {}
-    for comm in report.gate.communicators:
-        users[comm.id] = users.get(comm.id, frozenset()) | frozenset(comm.users)
+    members: dict[str, tuple[int | None, ...]] = {}
+    here = len(report.gate.communicators)
+    for index, comm in enumerate(report.counted()):
+        name = comm.id
+        if index < here:
+            users[name] = users.get(name, frozenset()).union(comm.users)
+        if name in membership.sizes:
+            members[name] = membership.processes(name)
+        if name in membership.aborted:
+            continue
+        channel, count = Channel(name), comm.collectives
+        launched[channel] = min(launched.get(channel, count), count)
+        for kind, counts in ((pb.ChannelCount.SEND, comm.sent), (pb.ChannelCount.RECEIVE, comm.received)):
+            for member in counts:
+                if (between := membership.channel(me, name, kind, member)) is not None:
+                    launched[between] = launched.get(between, 0) + counts[member]
     return Report(
         launched=launched,
         held={waiting.thread: _group(waiting.group, me, membership) for waiting in report.gate.waiting},
-        members={comm.id: membership.processes(comm.id) for comm in report.counted() if comm.id in membership.sizes},
+        members=members,
         users=users,
-        running=frozenset() if idle else report.not_waiting,
         passed=report.gate.passed if report.gate.HasField("passed") else None,
     )
 
