@@ -25,6 +25,8 @@ from snapshotd.runtime.blocking import Reader
 LIMIT_S = 10.0
 MAX_BYTES, MAX_HEAD_BYTES = 4 << 20, 16 << 10
 MAX_LINES, MAX_LINE_BYTES = 2048, 1024
+#: Of all lines that are parsed: the parser needs some microseconds for each escaped character.
+MAX_PARSED_BYTES = 512 << 10
 #: More than any node has.
 MAX_GPUS = 64
 #: Beyond that a number is DCGM's mark for a value that is missing, or nonsense.
@@ -77,6 +79,8 @@ class Exporter:
         lines = [match[0] for match in itertools.islice(found, MAX_LINES + 1)]
         if len(lines) > MAX_LINES:
             raise Unable(f"{self.url} has more than {MAX_LINES} lines of the fields that are looked at")
+        if sum(map(len, lines)) > MAX_PARSED_BYTES:
+            raise Unable(f"{self.url} has more than {MAX_PARSED_BYTES} bytes of the fields that are looked at")
         if not lines:
             raise Unable(f"{self.url} has none of the fields that are looked at")
         text = b"\n".join(lines).decode(errors="replace") + "\n"

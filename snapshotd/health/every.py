@@ -35,6 +35,7 @@ def groups(settings: Settings, library_dir: str, counters: Counters) -> list[Gro
         ReadOnly(root, settings),
     ]
     if settings.dcgm.url and dcgm.CHECK not in settings.off:
-        made.append(dcgm.Dcgm(root, settings, counters, is_native))
+        # In a lab as well: listeners are those of the daemon's own network namespace.
+        made.append(dcgm.Dcgm(Path("/"), settings, counters, is_native))
     made += [Plugin(name, settings) for name in dict.fromkeys(settings.entry_points)]
     return [*made, Programs(root, settings)] if settings.programs_dir else made

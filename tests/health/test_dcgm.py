@@ -154,8 +154,6 @@ def group(url: str, root: Path = Path("/"), user: str = "root") -> Dcgm:
 async def test_exporter_is_read_and_its_alarms_have_the_names_of_the_daemons_own(tmp_path: Path) -> None:
     async with exporter(http(TEXT)) as url:
         settings = Settings(programs_dir="", root=str(tmp_path), dcgm=DcgmSettings(url=url))
-        (tmp_path / "proc/net").mkdir(parents=True)
-        (tmp_path / "proc/net/tcp").symlink_to("/proc/net/tcp")
         monitor = Monitor("node-1", tmp_path, settings, str(tmp_path / "no libraries"))
         monitor.start()
         try:
@@ -194,6 +192,10 @@ async def test_exporter_that_is_away_is_one_notice_and_none_of_its_checks_an_ala
         (http("", "302 Found\r\nLocation: http://169.254.169.254/"), "instead of 200"),
         (http(b"\n" * (dcgm_scrape.MAX_BYTES + 1)), "sent more than"),
         (http(f'{P}GPU_TEMP{{UUID="{A}"}} 1\n' * (dcgm_scrape.MAX_LINES + 1)), "more than 2048 lines"),
+        (
+            http((f'{P}GPU_TEMP{{UUID="{A}",x="' + '\\"' * 400 + '"} 1\n') * 1000),
+            "more than 524288 bytes of the fields",
+        ),
         (http("<html>a page</html>"), "has none of the fields"),
         (http(f"{P}GPU_TEMP{{,,}} 1\n"), "cannot be parsed"),
         (http(f'{P}GPU_TEMP{{UUID="{A}"}} many\n'), "cannot be parsed"),
