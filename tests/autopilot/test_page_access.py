@@ -183,6 +183,34 @@ async def test_one_address_cannot_keep_others_out(tmp_path: Path, monkeypatch: p
             assert (await asyncio.to_thread(elsewhere.getresponse)).status == 200
 
 
+async def test_handshakes_that_do_not_end_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pki.init(tmp_path / "pki")
+    made = pki.issue_node(tmp_path / "pki", "node-1", ["127.0.0.1"])
+    context = ssl.create_default_context(cafile=str(made.ca))
+    place = Place.of("127.0.0.1", 0, made.cert, made.key, plain=False)
+    monkeypatch.setattr("migrator.autopilot.page.serving.PER_ADDRESS", 2)
+    async with served(tmp_path, small(), place, context) as page:
+        opened = [await connected(page) for _ in range(5)]
+        assert await closed(opened[4][0])
+        assert not any(reader.at_eof() for reader, _ in opened[:4])
+        port = urlsplit(page.url).port
+        elsewhere = http.client.HTTPSConnection(
+            "127.0.0.1", port, timeout=LIMIT_S, source_address=("127.0.0.2", 0), context=context
+        )
+        with contextlib.closing(elsewhere):
+            await asyncio.to_thread(elsewhere.request, "GET", "/")
+            assert (await asyncio.to_thread(elsewhere.getresponse)).status == 200
+        for _, writer in opened:
+            writer.close()
+
+        async def free() -> bool:
+            with contextlib.suppress(OSError):
+                return (await page.get("/")).status == 200
+            return False
+
+        await until("a free place", free)
+
+
 def test_addresses_of_one_network_of_ipv6_are_one() -> None:
     assert _origin(("2001:db8::1", 1)) == _origin(("2001:db8::ffff:2", 2)) != _origin(("2001:db8:0:1::1", 1))
     assert _origin(("::ffff:10.0.0.1", 1)) == _origin(("10.0.0.1", 1)) != _origin(("10.0.0.2", 1))

@@ -15,6 +15,7 @@ import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.routing import Route
@@ -78,7 +79,7 @@ class Place:
     def listen(self) -> socket.socket:
         """A listener there, in the network namespace of the calling thread. Raises BadConfig if the place cannot be used."""
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener = _Listener(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((self.address, self.port))
@@ -91,6 +92,26 @@ class Place:
                 remedy="choose an address of this machine and a free port",
             ) from error
         return listener
+
+
+class _Listener(socket.socket):
+    """Limits all connections, also those whose TLS handshake is not complete: the server does not know them yet. There may
+    be twice as many as in use, so that the server can close an idle one in favour of a new one."""
+
+    def __init__(self, family: int, kind: int) -> None:
+        super().__init__(family, kind)
+        self._open: list[tuple[socket.socket, str]] = []
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        made, address = super().accept()
+        origin = _origin(address)
+        self._open = [one for one in self._open if one[0].fileno() >= 0]
+        mine = sum(one[1] == origin for one in self._open)
+        if mine >= 2 * PER_ADDRESS or len(self._open) >= 2 * CONNECTIONS:
+            made.close()
+            raise ConnectionAbortedError  # asyncio accepts the next one later
+        self._open.append((made, origin))
+        return made, address
 
 
 class _Connection(H11Protocol):
@@ -129,7 +150,7 @@ class _Connection(H11Protocol):
             self.transport.abort()
 
 
-def _origin(client: tuple[str, int] | None) -> str:
+def _origin(client: Sequence[Any] | None) -> str:
     """What counts as one address: of IPv6 a whole /64, because every machine there has all of its addresses."""
     if client is None:
         return ""

@@ -118,6 +118,8 @@ function proposal(one, mayAct, onAnswer) {
 
 function drawProposals(proposals, mayAct, onAnswer) {
   find("proposals-section").hidden = !proposals.length;
+  const waits = proposals.some((one) => one.state === "open");
+  find("proposals-head").textContent = waits ? "Waits for an operator’s answer" : "Answered proposals";
   const parent = find("proposals");
   list(parent, proposals.map((one) => ({ ...one, mayAct })), (one) => proposal(one, mayAct, onAnswer), "");
   find("proposals-login").hidden = mayAct;
