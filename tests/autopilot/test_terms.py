@@ -83,11 +83,11 @@ def test_when_the_leader_is_killed_another_one_acts_within_seconds(
 ) -> None:
     for number, node in enumerate(("node-1", "node-2")):
         pilots[node].ranks.append(a_rank(node, number, job=f"job-{number}"))
-    port = free_port()
+    port, page = free_port(), free_port()
     first = start("first")
     first.says("leads")
     assert first.shows("start") == 1
-    second = start("second", "--metrics", f"127.0.0.1:{port}")
+    second = start("second", "--metrics", f"127.0.0.1:{port}", "--page", f"127.0.0.1:{page}", "--page-plain-http")
     second.says("stands by: ")
 
     def metric(name: str) -> float:
@@ -95,6 +95,11 @@ def test_when_the_leader_is_killed_another_one_acts_within_seconds(
             lines = answer.read().decode().splitlines()
         return float(next(line.split()[-1] for line in lines if line.startswith(name)))
 
+    def alerts() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{page}/api/state", timeout=60) as answer:
+            return json.dumps(json.load(answer)["alerts"])
+
+    assert "stands by: " in alerts(), "the page says that another one leads"
     assert (metric("migrator_leader "), metric("migrator_store_reachable ")) == (0.0, 1.0)
     # An operator on the machine of the other one gives an order: the leader carries it out.
     drained = migrator("drain", "node-1", "--state", str(second.state), "--json")
@@ -113,6 +118,7 @@ def test_when_the_leader_is_killed_another_one_acts_within_seconds(
     assert took_s < 30
     until("its end", lambda: second.shows("result") == 2)
     until("the metric", lambda: metric("migrator_leader ") == 1.0)
+    until("the page", lambda: "stands by: " not in alerts())
     assert pilots.begun() == 2
     verified = migrator("report", "verify", "--state", str(second.state), "--json")
     assert verified.json["valid"]
