@@ -32,7 +32,7 @@ class GpuCluster:
         # A live process holds a lock on its entry in the ledger. CRIU can move only locks on files of the node itself.
         more: dict[str, object] = {"ledger_dir": "/dev/shm"}
         self.nodes = {node: GpuNode(folder / node, gpus(node), more=more) for node in self.lab.nodes}
-        self._alone = GpuNode(folder / "alone", gpus("alone"))
+        self._alone = GpuNode(folder / "alone", gpus("alone", count=2))
         for node, made in self.nodes.items():
             self.configure(node, {"gpu_library_dir": made.library_dir})
 
@@ -92,8 +92,13 @@ class GpuCluster:
     def _end(self, name: str) -> Path:
         return self.cluster.folder / f"{name}.end"
 
-    def ends_well(self, job: Job) -> None:
-        """Ends a job. Its output is that of a run on another GPU, without moves and without the shim."""
+    def ends_well(self, *jobs: Job) -> None:
+        """Ends jobs. The output of each is that of a run on another GPU, without moves and without the shim."""
+        for job in jobs:
+            self._ends_well(job)
+        self.nothing_left()
+
+    def _ends_well(self, job: Job) -> None:
         job.await_progress(2)
         self._end(job.name).touch()
         assert job.finish() == 0, f"{job.text()[-500:]}\n{self.cluster.logs()}"
@@ -103,7 +108,6 @@ class GpuCluster:
             command, env={**os.environ, **self._alone.environment}, capture_output=True, text=True, check=True
         )
         assert job.text() == alone.stdout
-        self.nothing_left()
 
     def nothing_left(self) -> None:
         try:

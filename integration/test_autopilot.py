@@ -5,6 +5,7 @@ The alarms are raised by the node's daemon, which reads a line of the kernel's l
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -15,11 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from integration.behaviour import end_chain
 from integration.gpu_nodes import GpuCluster
 from integration.harness import cluster, until
 from integration.pilot import Pilot
 from migrator.cluster import Cluster
 from tests.autopilot.etcd_server import EtcdServer, must_be_installed
+from tests.fakes.cuda_fake import gpus
 
 pytestmark = [
     pytest.mark.root,
@@ -164,6 +167,25 @@ def test_without_a_spare_it_alerts_and_waits(pilot: Pilot) -> None:
     pilot.finish(job)
 
 
+@pytest.mark.sampled(1, group="many ranks and an autopilot")
+def test_node_with_eight_ranks_of_four_jobs_is_drained_with_one_summary(pilot: Pilot) -> None:
+    jobs = [pilot.nodes.workload("node-1", "chain.py", job=f"night{n // 2}", rank=n % 2) for n in range(8)]
+    for job in jobs:
+        job.await_lines(5)
+    pilot.start()
+    answer = pilot.verb("drain", "node-1", "--reason", "a fan")
+    assert (answer["complete"], answer["state"], answer["summary"]) == (True, "drained", "8 ranks moved")
+    assert {(move["target"], move["state"]) for move in answer["moves"]} == {("spare-1", "moved")}
+    # Ranks of different jobs were on their way at the same time, and those of one job never.
+    spans = [(move["job"], move["intended_unix_s"], move["ended_unix_s"]) for move in answer["moves"]]
+    together = [a[0] == b[0] for a, b in itertools.combinations(spans, 2) if a[1] < b[2] and b[1] < a[2]]
+    assert together
+    assert not any(together)
+    for job in jobs:
+        end_chain(job)
+    assert pilot.verb("report", "verify")["valid"]
+
+
 @pytest.fixture
 def gpu_pilot(fake_gpu_lab: GpuCluster) -> Iterator[Pilot]:
     made = Pilot(fake_gpu_lab.cluster, POLICY)
@@ -187,3 +209,34 @@ def test_rank_leaves_a_failing_gpu_for_a_node_whose_gpu_is_free(fake_gpu_lab: Gp
     until("the rank to move", lambda: pilot.results()[-1:] == ["moved"])
     assert pilot.place(job) == ["spare-1"]
     lab.ends_well(job)
+
+
+@pytest.mark.sampled(1, group="many ranks and an autopilot")
+def test_rank_of_lower_priority_makes_room_and_both_jobs_go_on(fake_gpu_lab: GpuCluster, gpu_pilot: Pilot) -> None:
+    """Every node has two GPUs. The rank on node-1 uses both of them, and on the two others one is free."""
+    lab, pilot = fake_gpu_lab, gpu_pilot
+    for node in lab.lab.nodes:
+        lab.give(node, *gpus(node, count=2))
+    until("the daemons to see them", lambda: all(len(lab.shown(node)["gpus"]) == 2 for node in lab.lab.nodes))
+    low, high, other = lab.job("node-2"), lab.job("node-1", "--second-gpu"), lab.job("spare-1")
+    for job in (low, high, other):
+        job.await_lines(5)
+    until("its GPUs to be seen", lambda: [len(rank["gpus"]) for rank in lab.cluster.ps(high)] == [2])
+    jobs = f'[[jobs]]\njob = "{high.name}"\npriority = 10\n'
+    pilot.policy.write_text(f'{POLICY}\n{jobs}\n[spares]\npreempt = "propose"\n')
+    pilot.start()
+    pilot.kernel_says("node-1", "NVRM: Xid (PCI:0000:10:00): 79, pid='<unknown>', GPU has fallen off the bus.")
+    (proposal,) = until("the proposal", lambda: pilot.verb("proposals")["proposals"])
+    assert proposal["what"].startswith(
+        f"move rank 0 of {low.name} from node-2 to spare-1, and then rank 0 of {high.name}"
+    )
+    assert pilot.results() == []
+    for job in (low, high):
+        job.await_progress()
+    pilot.verb("approve", str(proposal["id"]))
+    until("both ranks to move", lambda: pilot.results() == ["moved", "moved"])
+    assert (pilot.place(low), pilot.place(high)) == (["spare-1"], ["node-2"])
+    (reason,) = pilot.rows("SELECT json_extract(data, '$.reason') FROM moves ORDER BY rowid LIMIT 1")
+    assert reason[0].startswith(f"moved out of the way for rank 0 of {high.name} (priority 10 > 0)")
+    lab.ends_well(low, high, other)
+    assert pilot.verb("report", "verify")["valid"]

@@ -37,6 +37,7 @@ parser.add_argument(
     "--zero-mib", type=int, default=0, help="a block more, of which every step writes to the first alone"
 )
 parser.add_argument("--idle-mib", type=int, default=0, help="a block more, which is never used")
+parser.add_argument("--second-gpu", action="store_true", help="a block more, on the GPU after --device")
 parser.add_argument("--until", default="", metavar="FILE", help="ends after the step in which it is there")
 parser.add_argument("--busy-ms", type=int, default=0, help="the GPU has so much work to do in each step")
 options, _ = parser.parse_known_args()
@@ -204,7 +205,32 @@ else:
     call("cuDeviceGet", ctypes.byref(device), options.device)
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     call("cuCtxSetCurrent", context)
+
+
+class Second:
+    """A block on another GPU."""
+
+    def __init__(self, number: int) -> None:
+        self.context = ctypes.c_void_p()
+        other = ctypes.c_int()
+        call("cuDeviceGet", ctypes.byref(other), number)
+        call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), other)
+        call("cuCtxSetCurrent", self.context)
+        self.block = allocate("cuMemAlloc_v2", BLOCK_BYTES)
+        fill(self.block, 3)
+        self.into = ctypes.create_string_buffer(BLOCK_BYTES)
+        call("cuCtxSetCurrent", context)
+
+    def turn(self, step: int, before: bytes) -> bytes:
+        call("cuCtxSetCurrent", self.context)
+        change(self.block, step, self.block)
+        made = digest_of(before, self.block, self.into)
+        call("cuCtxSetCurrent", context)
+        return made
+
+
 sources = memories()
+seconds = [Second(options.device + 1)] if options.second_gpu else []
 allocating = threading.Lock()
 blocks = [sources[number % len(sources)].allocate(BLOCK_BYTES) for number in range(options.blocks)]
 for number, block in enumerate(blocks):
@@ -257,6 +283,8 @@ for step in steps():
         worker.go.release()
     for block in blocks:
         digest = digest_of(digest, block, into)
+    for second in seconds:
+        digest = second.turn(step, digest)
     for empty in empties:
         digest = empty.turn(step, digest)
     for worker in workers:

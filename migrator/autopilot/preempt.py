@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from migrator.autopilot.model import Gpu, Move, MoveState, Node, NodeState, Rank, World
 from migrator.autopilot.policy import Policy
-from migrator.autopilot.spares import Room, memory_of, needs_of, place, preference, room_on, unfit
+from migrator.autopilot.spares import Room, memory_of, needs_of, place, preference, room_on, too_few_gpus, unfit
 
 #: How long a freed place is kept for the rank that it was made for.
 KEPT_S = 3600.0
@@ -169,7 +169,7 @@ def _fewest(
             break
         if may_leave(one):
             chosen.append(one)
-    if not fits(chosen):
+    if too_few_gpus(node, world.nodes[rank.node], rank) or not fits(chosen):
         return None
     for one in list(chosen):  # what came before may not be needed any more
         fewer = [other for other in chosen if other is not one]

@@ -1,7 +1,8 @@
 """Chooses the nodes that ranks are moved to. Pure.
 
 Invariant: a rank is placed only on a node that is healthy, answers, is a spare, and has what the rank needs: free GPUs of the
-same model with at least the same memory, the same driver, the same network domain, and enough host memory. What another
+same model with at least the same memory, as many GPUs as the source, the same driver, the same network domain, and enough
+host memory. What another
 intended move will take there counts as taken. Preflight looks again before anything is paused.
 
 A node is a spare if it has the label `spare = "dedicated"` in cluster.toml. With `floating = true` in the policy, any node
@@ -70,21 +71,25 @@ def place(
     fit.sort(key=lambda node: preference(node, source))
     for node in fit:  # the whole gang on one node
         room = room_on(world, node, held)
-        if all(not avoid(rank, node.name) and room.take(needs_of(source, rank), memory_of(rank)) for rank in ranks):
+        barred = any(avoid(rank, node.name) or too_few_gpus(node, source, rank) for rank in ranks)
+        if not barred and all(room.take(needs_of(source, rank), memory_of(rank)) for rank in ranks):
             return Placement({rank.uid: node.name for rank in ranks}, f"{node.name} has room for all")
     targets: dict[str, str] = {}
     if rules.gang != "require":
         rooms = {node.name: room_on(world, node, held) for node in fit}
         for rank in sorted(ranks, key=lambda rank: (-len(rank.gpus), -memory_of(rank), rank.uid)):
             for node in fit:
-                needs = needs_of(source, rank)
-                if not avoid(rank, node.name) and rooms[node.name].take(needs, memory_of(rank)):
+                barred = avoid(rank, node.name) or too_few_gpus(node, source, rank)
+                if not barred and rooms[node.name].take(needs_of(source, rank), memory_of(rank)):
                     targets[rank.uid] = node.name
                     break
     if len(targets) == len(ranks):
         return Placement(targets, f"{len(set(targets.values()))} nodes have room for them together")
     for node in fit:
-        reasons[node.name] = "has no room" if any(not avoid(rank, node.name) for rank in ranks) else "failed just now"
+        few = all(too_few_gpus(node, source, rank) for rank in ranks)
+        failed = all(avoid(rank, node.name) for rank in ranks)
+        fewer = f"has fewer GPUs than {source.name}"
+        reasons[node.name] = fewer if few else "failed just now" if failed else "has no room"
     return Placement(targets, _why_none(reasons))
 
 
@@ -125,6 +130,11 @@ def unfit(node: Node, source: Node, rules: Spares, only: Collection[str]) -> str
     if source.gpus and node.driver != source.driver:
         return f"has driver {node.driver or 'none'}, not {source.driver}"
     return ""
+
+
+def too_few_gpus(node: Node, source: Node, rank: Rank) -> bool:
+    """The driver needs a counterpart for each GPU of the source node, also for those that the rank does not use."""
+    return bool(rank.gpus) and len(node.gpus) < len(source.gpus)
 
 
 def preference(node: Node, source: Node) -> tuple[bool, bool, int, str]:

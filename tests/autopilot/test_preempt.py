@@ -21,14 +21,14 @@ from tests.autopilot.test_engine import alerts, results, running, until
 from tests.autopilot.worlds import GIB, NOW, TAINTED, acting, alarm, gpu, move, node, rank, world
 from tests.cli.conftest import Migrator, a_rank
 
-#: Two GPUs that fail on node-1. node-2 has two GPUs, one of them used by `low`. spare-1 has one.
+#: Two GPUs that fail on node-1. node-2 has two, one of them used by `low`. spare-1 has two, one of them used by others.
 BIG = rank(3, "node-1", "gpt", gpus=(0, 1))
 LOW = rank(0, "node-2", "low", gpus=(0,))
 HALF = (gpu("node-2", 0, free=False), gpu("node-2", 1))
 PARTS: tuple[Any, ...] = (
     node("node-1", 2, state=TAINTED),
     node("node-2", gpus=HALF, driver="580.1"),
-    node("spare-1", 1),
+    node("spare-1", gpus=(gpu("spare-1", 0), gpu("spare-1", 1, free=False)), driver="580.1"),
     alarm("node-1"),
     BIG,
     LOW,
@@ -94,9 +94,8 @@ def test_freed_place_that_does_not_show_yet_is_waited_for() -> None:
     done = after(there, decided(there, policy())["low"], asked_s_ago=15, gone=False)
     other = node("node-3", gpus=(gpu("node-3", 0, free=False), gpu("node-3", 1)), driver="580.1")
     more = (rank(0, "node-3", "low2", gpus=(0,)),)
-    done = replace(
-        done, nodes={**done.nodes, "node-3": other, "spare-2": node("spare-2", 1)}, ranks=(*done.ranks, *more)
-    )
+    other_spare = node("spare-2", gpus=(gpu("spare-2", 0), gpu("spare-2", 1, free=False)), driver="580.1")
+    done = replace(done, nodes={**done.nodes, "node-3": other, "spare-2": other_spare}, ranks=(*done.ranks, *more))
     (about,) = about_ranks(done, policy(), NOW)
     assert (about.decision, about.look_at) == (RankDecision.WAIT, "node-2")
 
@@ -139,10 +138,11 @@ def test_what_the_policy_forbids_is_not_done(change: dict[str, Any], reason: str
 @pytest.mark.parametrize(
     "part",
     [
-        node("spare-1", 1, state=NodeState.SUSPECT),
-        node("spare-1", 1, driver="570"),
-        node("spare-1", 0, driver="580.1"),
-        node("spare-1", 1, labels={"spare": "dedicated", "network": "b"}),
+        node("spare-1", 2, state=NodeState.SUSPECT),
+        node("spare-1", 2, driver="570"),
+        node("spare-1", 1),
+        node("spare-1", gpus=(gpu("spare-1", 0, free=False),) * 2, driver="580.1"),
+        node("spare-1", 2, labels={"spare": "dedicated", "network": "b"}),
     ],
 )
 def test_rank_that_has_nowhere_to_go_stays(part: Any) -> None:
@@ -154,8 +154,8 @@ def test_rank_that_has_nowhere_to_go_stays(part: Any) -> None:
 def test_displaced_rank_displaces_nobody() -> None:
     """low could only leave if lowest left spare-1 for spare-2: that would be two displacements."""
     lowest = rank(0, "spare-1", "lowest", gpus=(0,))
-    taken = node("spare-1", gpus=(gpu("spare-1", 0, free=False),), driver="580.1")
-    other = node("spare-2", 1, driver="570")
+    taken = node("spare-1", gpus=(gpu("spare-1", 0, free=False), gpu("spare-1", 1, free=False)), driver="580.1")
+    other = node("spare-2", gpus=(gpu("spare-2", 0), gpu("spare-2", 1, free=False)), driver="570")
     jobs = [{"job": "low", "priority": 5}, {"job": "lowest", "priority": 1}]
     found = decided(world(*PARTS, taken, other, lowest), policy(jobs=jobs))
     assert set(found) == {"gpt"}
@@ -176,12 +176,15 @@ def test_fewest_ranks_leave_and_one_of_a_job_at_a_time() -> None:
     full = tuple(gpu("node-2", number, free=False) for number in range(4))
     lows = [rank(number, "node-2", "low", gpus=(number,)) for number in range(3)]
     high = rank(0, "node-2", "high", gpus=(3,))
+    spares = [
+        node(name, gpus=tuple(gpu(name, number, free=not number) for number in range(4)), driver="580.1")
+        for name in ("spare-1", "spare-2")
+    ]
     parts = (
         *PARTS[:4],
         BIG,
         node("node-2", gpus=full, driver="580.1"),
-        node("spare-1", 1),
-        node("spare-2", 1),
+        *spares,
         *lows,
         high,
     )
@@ -312,7 +315,7 @@ def crowded(draw: st.DrawFn) -> World:
     nodes: list[Node] = []
     ranks: list[Rank] = []
     for name in names:
-        count = draw(st.integers(1, 3))
+        count = 3
         used = draw(st.integers(0, count))
         state = TAINTED if name == "node-1" else draw(st.sampled_from([NodeState.HEALTHY] * 4 + [NodeState.SUSPECT]))
         cards = tuple(gpu(name, number, free=number >= used) for number in range(count))

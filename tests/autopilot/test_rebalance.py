@@ -19,8 +19,8 @@ ORDER = Order(4, "rebalance", "", by="alice", since_unix_s=NOW)
 
 
 def test_ranks_go_home_where_there_is_room_and_the_others_stay() -> None:
-    home = node("node-1", gpus=(gpu("node-1", 0), gpu("node-1", 1)), driver="580.1")
-    full, sick = node("node-2", 1), node("node-3", gpus=(gpu("node-3", 0),), driver="580.1", state=NodeState.TAINTED)
+    home = node("node-1", gpus=tuple(gpu("node-1", number) for number in range(8)), driver="580.1")
+    full, sick = node("node-2", 8), replace(home, name="node-3", state=NodeState.TAINTED)
     spare = node("spare-1", 8)
     homes = ("node-1", "node-1", "node-2", "node-3", "spare-1")
     away = [

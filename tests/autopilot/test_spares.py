@@ -9,12 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from migrator.autopilot.model import MoveState, NodeState
+from migrator.autopilot.model import Gpu, MoveState, NodeState
 from migrator.autopilot.policy import Spares
 from migrator.autopilot.spares import free_spares, place
 from tests.autopilot.worlds import GIB, gpu, move, node, rank, world
 
 GANG = [rank(number, "node-1", gpus=(number,)) for number in range(8)]
+
+
+def part(name: str, count: int, free: int) -> tuple[Gpu, ...]:
+    """The GPUs of a node, some of them free."""
+    return tuple(gpu(name, number, free=number < free) for number in range(count))
 
 
 def test_whole_node_goes_to_one_spare() -> None:
@@ -23,7 +28,8 @@ def test_whole_node_goes_to_one_spare() -> None:
 
 
 def test_gang_is_spread_if_no_spare_has_room_for_all() -> None:
-    there = world(node("node-1", 8), node("spare-1", 4), node("spare-2", 4), *GANG)
+    half = [node(name, gpus=part(name, 8, free=4), driver="580.1") for name in ("spare-1", "spare-2")]
+    there = world(node("node-1", 8), *half, *GANG)
     assert Counter(place(there, GANG, Spares()).targets.values()) == {"spare-1": 4, "spare-2": 4}
     assert place(there, GANG, Spares(gang="require")).targets == {}
 
@@ -50,6 +56,15 @@ def test_unfit_spare_is_not_used_and_the_reason_is_said(change: dict[str, object
     placed = place(world(node("node-1", 1), node("spare-1", 1, **change), one), [one], Spares())
     assert placed.targets == {}
     assert reason in placed.reason
+
+
+def test_target_has_at_least_as_many_gpus_as_the_source() -> None:
+    """As preflight demands (gpu-present). A rank without a GPU may go anywhere."""
+    one, plain = rank(0, "node-1", gpus=(0,)), rank(1, "node-1")
+    there = world(node("node-1", 2), node("spare-1", 1), one, plain)
+    placed = place(there, [one, plain], Spares())
+    assert placed.targets == {plain.uid: "spare-1"}
+    assert "spare-1: has fewer GPUs than node-1" in place(there, [one], Spares()).reason
 
 
 def test_rack_is_preferred_or_required() -> None:
@@ -107,11 +122,15 @@ def test_no_gpu_and_no_memory_is_promised_twice(
         indices = tuple(range(used, used + gpus))
         ranks.append(rank(number, "node-1", gpus=indices, memory_bytes=memory * GIB))
         used += gpus
-    nodes = [node(f"spare-{n}", gpus, driver="580.1", memory_free_bytes=m * GIB) for n, (gpus, m) in enumerate(spares)]
+    names = [f"spare-{n}" for n in range(len(spares))]
+    nodes = [
+        node(name, gpus=part(name, max(used, free), free), driver="580.1", memory_free_bytes=m * GIB)
+        for name, (free, m) in zip(names, spares, strict=True)
+    ]
     placed = place(world(node("node-1", used), *nodes, *ranks), ranks, Spares(gang=gang)).targets
     for spare in nodes:
         there = [one for one in ranks if placed.get(one.uid) == spare.name]
-        assert sum(len(one.gpus) for one in there) <= len(spare.gpus)
+        assert sum(len(one.gpus) for one in there) <= sum(card.free for card in spare.gpus)
         assert sum(one.memory_bytes for one in there) <= spare.memory_free_bytes
     if gang == "require":
         assert not placed or (len(placed) == len(ranks) and len(set(placed.values())) == 1)
