@@ -235,7 +235,15 @@ def _placed(world: World, policy: Policy, order_id: int, ranks: list[Rank], now:
     )
 
 
-def _about_rank(world: World, policy: Policy, rank: Rank, why: Leave, placement: Placement, now: float) -> AboutRank:
+def _about_rank(
+    world: World,
+    policy: Policy,
+    rank: Rank,
+    why: Leave,
+    placement: Placement,
+    now: float,
+    brake: str | None = None,  # None: it is looked up
+) -> AboutRank:
     # An order about one rank does not overrule the limits for another one that makes room for it.
     number = 0 if why.makes_room_for else why.order
     order = next((order for order in world.orders if order.id == number), None)
@@ -261,7 +269,7 @@ def _about_rank(world: World, policy: Policy, rank: Rank, why: Leave, placement:
         # Who ordered one move looks at what became of it, and may order another one.
         failure_limit=1 if order is not None and order.kind == "move" else policy.breaker.undone,
         back_off_s=policy.breaker.back_off_s - (now - max(undone)) if undone else 0.0,
-        brake=move_brake(world, policy, now),
+        brake=move_brake(world, policy, now) if brake is None else brake,
         target=placement.targets.get(rank.uid, ""),
         placement=placement.reason,
     )
@@ -312,7 +320,7 @@ def _make_room(world: World, policy: Policy, about: AboutRank, leaving: list[Ran
         if fresh:
             return [_waits(about, "room is being made for it", look_at=fresh[0].source)]
         return [replace(about, reason=f"{about.reason}, and {reason}")]
-    brake = "" if why.order else move_brake(world, policy, now, len(found.leave))
+    brake = move_brake(world, policy, now, 0 if why.order else len(found.leave))
     if brake:
         return [replace(about, reason=f"{about.reason}; others cannot make room: {brake}")]
     if policy.spares.preempt == "propose":
@@ -343,8 +351,8 @@ def _out_of_the_way(policy: Policy, one: Rank, about: AboutRank) -> Leave:
 
 
 def _may_make_room(world: World, policy: Policy, one: Rank, why: Leave, now: float) -> bool:
-    """Whether nothing keeps a rank where it is, except perhaps that another rank of its job is being moved."""
-    would = _about_rank(world, policy, one, why, Placement({one.uid: "a place"}, ""), now)
+    """Whether nothing keeps a rank where it is, except perhaps the breaker, or a move of another rank of its job."""
+    would = _about_rank(world, policy, one, why, Placement({one.uid: "a place"}, ""), now, brake="")
     return would.decision in (RankDecision.MOVE, RankDecision.WAIT)
 
 

@@ -7,12 +7,22 @@ by the record of the move that freed it (`Move.makes_room_for`), so a restart be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from migrator.autopilot.model import Gpu, Move, MoveState, Node, NodeState, Rank, World
 from migrator.autopilot.policy import Policy
-from migrator.autopilot.spares import Room, memory_of, needs_of, place, preference, room_on, too_few_gpus, unfit
+from migrator.autopilot.spares import (
+    Room,
+    free_spares,
+    memory_of,
+    needs_of,
+    place,
+    preference,
+    room_on,
+    too_few_gpus,
+    unfit,
+)
 
 #: How long a freed place is kept for the rank that it was made for.
 KEPT_S = 3600.0
@@ -20,8 +30,8 @@ KEPT_S = 3600.0
 SHOWS_S = 30.0
 #: A node reads its GPUs every second, so what it says so soon after a move may be older than the move.
 STALE_S = 2.0
-#: Nodes that are tried, those that fit best first: with a thousand nodes this must end within a part of a second.
-TRIED = 64
+#: Nodes that are tried, those that fit best first: with a thousand nodes and many ranks this must end within a second.
+TRIED = 16
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,8 @@ def made_room(world: World, rank: Rank, now: float) -> list[Move]:
 def held_places(world: World, ranks: Iterable[Rank], now: float) -> list[Move]:
     """The freed places of ranks that have not begun to move, as moves that will take them."""
     moving = {(move.rank_uid, move.source) for move in world.running}
+    if not any(move.makes_room_for for move in world.moves):
+        return []
     freed = [
         (rank, move)
         for rank in ranks
@@ -98,26 +110,30 @@ def plan(
     Nodes where room was made for it already come first, then those where the fewest ranks must leave.
     """
     source, room = world.nodes[rank.node], made_room(world, rank, now)
-    found: list[tuple[bool, int, tuple[bool, bool, int, str], Node, list[Rank]]] = []
-    for node in world.nodes.values():
-        names = (node.name,)
-        usable = node.name != source.name and not unfit(node, source, policy.spares, names)
-        if (
-            not usable
-            or node.state is not NodeState.HEALTHY
-            or failed(rank, node.name)
-            or (only and node.name not in only)
-        ):
-            continue
+    spares = _Spares.of(world, policy, held)
+    lower = _lower(world, policy, rank)
+    usable = [
+        node
+        for name in {*lower, *(move.source for move in room)} & (set(only) or world.nodes.keys())
+        if (node := world.nodes[name]).state is NodeState.HEALTHY
+        and name != source.name
+        and not unfit(node, source, policy.spares, (name,))
+        and not too_few_gpus(node, source, rank)
+        and not failed(rank, name)
+    ]
+    found: list[tuple[bool, int, int, Node, list[Rank]]] = []
+    for order, node in enumerate(sorted(usable, key=lambda node: preference(node, source))):
         gone = {move.rank_uid for move in room if move.source == node.name}
-        chosen = _fewest(world, policy, rank, node, gone, may_leave, held)
+        chosen = _fewest(world, rank, node, lower.get(node.name, []), gone, may_leave, held)
         if chosen is not None:
-            found.append((not gone, len(chosen), preference(node, source), node, chosen))
+            found.append((not gone, len(chosen), order, node, chosen))
+        if len(found) == TRIED:
+            break
     if not found:
         return None, "no rank of a lower priority can make room"
     reason = ""
-    for _, _, _, node, chosen in sorted(found, key=lambda one: one[:3])[:TRIED]:
-        targets, why = _targets(world, policy, chosen, failed, held)
+    for _, _, _, node, chosen in sorted(found, key=lambda one: one[:3]):
+        targets, why = _targets(world, policy, node, spares, chosen, failed, held)
         if len(targets) == len(chosen):
             before = tuple(move.rank_uid for move in room if move.source == node.name)
             made = Plan(node.name, tuple((one, targets[one.uid]) for one in chosen), before)
@@ -128,6 +144,37 @@ def plan(
     return None, reason
 
 
+@dataclass(frozen=True)
+class _Spares:
+    """The spares that can be used. Of a cluster in need most have no free GPU: these need not be tried for most ranks."""
+
+    usable: Mapping[str, Node]
+    with_gpus: Mapping[str, Node]
+
+    @classmethod
+    def of(cls, world: World, policy: Policy, held: Collection[Move]) -> _Spares:
+        known = free_spares(world, policy.spares, held)
+        usable = {name: world.nodes[name] for name, (_, why) in known.items() if not why}
+        return cls(usable, {name: node for name, node in usable.items() if known[name][0]})
+
+    def for_rank(self, rank: Rank) -> Mapping[str, Node]:
+        return self.with_gpus if rank.gpus else self.usable
+
+
+def _lower(world: World, policy: Policy, rank: Rank) -> dict[str, list[tuple[int, Rank]]]:
+    """The ranks whose jobs have a lower priority, by node, with their priority."""
+    priorities: dict[tuple[str, int], int] = {}  # a job is looked up once, and not once for each of its ranks
+    mine = policy.job_for(rank).priority
+    found: dict[str, list[tuple[int, Rank]]] = {}
+    for one in world.ranks:
+        job = (one.job, one.user_id)
+        if job not in priorities:
+            priorities[job] = policy.job_for(one).priority
+        if priorities[job] < mine and not one.moving:
+            found.setdefault(one.node, []).append((priorities[job], one))
+    return found
+
+
 def names_of(ranks: Sequence[Rank]) -> str:
     """ "rank 0 of low and rank 1 of low"."""
     return " and ".join(f"rank {rank.rank} of {rank.job}" for rank in ranks)
@@ -135,20 +182,17 @@ def names_of(ranks: Sequence[Rank]) -> str:
 
 def _fewest(
     world: World,
-    policy: Policy,
     rank: Rank,
     node: Node,
+    candidates: Sequence[tuple[int, Rank]],
     gone: Collection[str],
     may_leave: Callable[[Rank], bool],
     held: Collection[Move],
 ) -> list[Rank] | None:
     """The ranks that must leave a node for the rank to fit there, lowest priority first. None: it would not fit anyway."""
     there = [one for one in world.ranks_on(node.name) if one.uid not in gone]
-    mine = policy.job_for(rank).priority
-    lower = sorted(
-        (one for one in there if policy.job_for(one).priority < mine and not one.moving),
-        key=lambda one: (policy.job_for(one).priority, -len(one.gpus), -memory_of(one), one.uid),
-    )
+    ordered = sorted(candidates, key=lambda one: (one[0], -len(one[1].gpus), -memory_of(one[1]), one[1].uid))
+    lower = [one for _, one in ordered if one.uid not in gone]
     leaving = [one for one in world.ranks_on(node.name) if one.uid in gone]
     free = room_on(world, node, held)
 
@@ -169,7 +213,7 @@ def _fewest(
             break
         if may_leave(one):
             chosen.append(one)
-    if too_few_gpus(node, world.nodes[rank.node], rank) or not fits(chosen):
+    if not fits(chosen):
         return None
     for one in list(chosen):  # what came before may not be needed any more
         fewer = [other for other in chosen if other is not one]
@@ -179,12 +223,22 @@ def _fewest(
 
 
 def _targets(
-    world: World, policy: Policy, ranks: Sequence[Rank], failed: Callable[[Rank, str], bool], held: Collection[Move]
+    world: World,
+    policy: Policy,
+    node: Node,
+    spares: _Spares,
+    ranks: Sequence[Rank],
+    failed: Callable[[Rank, str], bool],
+    held: Collection[Move],
 ) -> tuple[dict[str, str], str]:
-    """Where each of the displaced ranks goes, all together, and why one goes nowhere."""
+    """Where each of the ranks of a node goes, all together, and why one goes nowhere."""
     targets: dict[str, str] = {}
     for rank in ranks:
-        placement = place(world, [rank], policy.spares, avoid=failed, held=held)
+        tried = spares.for_rank(rank)
+        if not tried:
+            return targets, f"no node can take it (no spare {'has a free GPU' if spares.usable else 'can be used'})"
+        there = replace(world, nodes={**tried, node.name: node})
+        placement = place(there, [rank], policy.spares, avoid=failed, held=held)
         if rank.uid not in placement.targets:
             return targets, placement.reason
         targets[rank.uid] = placement.targets[rank.uid]

@@ -93,12 +93,12 @@ def place(
     return Placement(targets, _why_none(reasons))
 
 
-def free_spares(world: World, rules: Spares) -> dict[str, tuple[int, str]]:
+def free_spares(world: World, rules: Spares, held: Collection[Move] = ()) -> dict[str, tuple[int, str]]:
     """Every node that is or may be a spare: the number of free GPUs, and why it cannot be used now (empty: it can)."""
     found = {}
     for node in world.nodes.values():
         if node.dedicated or rules.floating:
-            found[node.name] = (len(room_on(world, node).gpus), _unusable(node))
+            found[node.name] = (len(room_on(world, node, held).gpus), _unusable(node))
     return found
 
 
