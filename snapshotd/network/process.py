@@ -14,7 +14,7 @@ import socket
 import sys
 
 from snapshotd.network.server import Network
-from snapshotd.runtime import logs
+from snapshotd.runtime import heap, logs
 from snapshotd.sandbox.enter import enter, library_paths
 from snapshotd.sandbox.privileges import Ids
 from snapshotd.sandbox.profiles import Profile
@@ -43,6 +43,7 @@ def give_up_privileges(user_id: int, group_id: int, socket_dir: str) -> None:
 
 def main() -> None:
     daemon = os.getppid()
+    heap.share()
     load_everything()
     logs.set_up(sys.argv[4], sys.argv[5])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the daemon says when to stop, after its own work

@@ -34,9 +34,12 @@ from snapshotd.network.frames import (
 from snapshotd.network.inbound import Inbound
 from snapshotd.network.link import Control, Link
 from snapshotd.network.outbound import Contents, Outbound
+from snapshotd.runtime import heap
 
 log = logging.getLogger(__name__)
 
+#: How often freed memory is returned to the kernel: gRPC's threads allocate much for a moment.
+GIVE_BACK_S = 30.0
 #: A connection without a certificate costs memory and a descriptor for no longer than this; the default is 120 s.
 HANDSHAKE_MS = 10_000
 
@@ -66,9 +69,11 @@ class Network:
     async def run(self, end: socket.socket) -> None:
         """Serves until the daemon closes the link."""
         await self.link.attach(end)
+        giving_back = asyncio.create_task(_give_back(), name="give memory back")
         try:
             log.info("the network process ends: %s", await self.link.run())
         finally:
+            giving_back.cancel()
             await self._close(0)
 
     def _control(self, frame: Control) -> None:
@@ -183,3 +188,9 @@ def _why_not_bound(address: str) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+async def _give_back() -> None:
+    while True:
+        await asyncio.sleep(GIVE_BACK_S)
+        await asyncio.to_thread(heap.give_back)
