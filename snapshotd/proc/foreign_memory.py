@@ -48,7 +48,7 @@ SILENT_S = 60.0
 #: How many children wait for the next request.
 _IDLE_MAX = 8
 #: One that was not needed for this long is ended: each has as much memory as a small Python program, 9 MiB.
-_IDLE_S = 60.0
+_IDLE_S = 15.0
 #: More than this at once would be memory for which a single request should not ask.
 _REQUEST_BYTES_MAX = 64 << 20
 
