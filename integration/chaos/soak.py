@@ -101,9 +101,9 @@ class Soak:
             if len(samples.descriptors) < WARM_UP + WINDOW:
                 continue
             for what, values in (("descriptors", samples.descriptors), ("other children", samples.children)):
-                early, late = _windows(values)
-                if min(late) > max(early):
-                    found.append(f"{what} of {node}: {max(early)} at first, {min(late)} at the end")
+                most, least = max(values[:WARM_UP]), min(values[-WINDOW:])
+                if least > most:
+                    found.append(f"{what} of {node}: at most {most} at first, at least {least} at the end")
             early, late = _windows(samples.lasting_kib)
             if statistics.median(late) > statistics.median(early) * (1 + MEMORY_GROWTH):
                 kib = statistics.median(early), statistics.median(late)
