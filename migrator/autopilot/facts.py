@@ -285,8 +285,10 @@ def _make_room(world: World, policy: Policy, about: AboutRank, leaving: list[Ran
     are moved out of its way first, if the policy allows that."""
     rank, why = about.rank, about.why
     order = next((order for order in world.orders if order.id == why.order), None)
-    if policy.spares.preempt == "never" or policy.spares.gang == "require" or (order and order.brings_back):
+    if policy.spares.preempt == "never" or policy.spares.gang == "require":
         return [about]
+    if order is not None and (order.brings_back or order.kind == "move"):
+        return [about]  # it may as well stay where it is
     would = _about_rank(world, policy, rank, why, Placement({rank.uid: "a place"}, ""), now)
     if would.decision is not RankDecision.MOVE:
         return [about]  # something else keeps it where it is
@@ -320,7 +322,7 @@ def _make_room(world: World, policy: Policy, about: AboutRank, leaving: list[Ran
         if fresh:
             return [_waits(about, "room is being made for it", look_at=fresh[0].source)]
         return [replace(about, reason=f"{about.reason}, and {reason}")]
-    brake = move_brake(world, policy, now, 0 if why.order else len(found.leave))
+    brake = move_brake(world, policy, now, len(found.leave))
     if brake:
         return [replace(about, reason=f"{about.reason}; others cannot make room: {brake}")]
     if policy.spares.preempt == "propose":
@@ -346,8 +348,8 @@ def _waits(about: AboutRank, reason: str, look_at: str = "") -> AboutRank:
 def _out_of_the_way(policy: Policy, one: Rank, about: AboutRank) -> Leave:
     higher, lower = policy.job_for(about.rank).priority, policy.job_for(one).priority
     text = f"moved out of the way for rank {about.rank.rank} of {about.rank.job} (priority {higher} > {lower})"
-    why = about.why
-    return Leave(text, why.order, why.detected_unix_s, why.cause_class, makes_room_for=about.rank.uid)
+    # "planned": nothing is wrong where it is, so it is no failure that the move resolves.
+    return Leave(text, about.why.order, about.why.detected_unix_s, "planned", makes_room_for=about.rank.uid)
 
 
 def _may_make_room(world: World, policy: Policy, one: Rank, why: Leave, now: float) -> bool:

@@ -29,7 +29,7 @@ def systematic(world: World, policy: Policy, now: float) -> str:
     for check, nodes in sorted(where.items()):
         if len(nodes) >= policy.breaker.same_alarm_nodes:
             return f"{check} was raised on {len(nodes)} nodes within {window:.0f} s: that looks systematic"
-    undone = [move for move in recent(world.moves, now, window) if move.state is MoveState.UNDONE and not move.order]
+    undone = [move for move in recent(world.moves, now, window) if move.state is MoveState.UNDONE and _counts(move)]
     if len(undone) >= policy.breaker.undone:
         return f"{len(undone)} moves were undone within {window:.0f} s: that looks systematic"
     return ""
@@ -41,10 +41,15 @@ def move_brake(world: World, policy: Policy, now: float, more: int = 0) -> str:
         return reason
     window = policy.breaker.window_s
     counted = (MoveState.INTENDED, MoveState.MOVED, MoveState.UNDONE)
-    begun = [move for move in recent(world.moves, now, window) if not move.order and move.state in counted]
+    begun = [move for move in recent(world.moves, now, window) if _counts(move) and move.state in counted]
     if len(begun) + more >= policy.breaker.moves:
         return f"{len(begun)} moves were begun within {window:.0f} s, and the policy allows {policy.breaker.moves}"
     return ""
+
+
+def _counts(move: Move) -> bool:
+    """Whether a move counts for the limits: what an order moves does not, except for ranks that make room for others."""
+    return not move.order or bool(move.makes_room_for)
 
 
 def recent(moves: Iterable[Move], now: float, window_s: float) -> list[Move]:

@@ -172,6 +172,47 @@ def test_rank_that_was_moved_just_now_is_left_alone_also_under_an_order() -> Non
     assert set(decided(world(*PARTS, order), fixed)) == {"gpt"}, "evacuate overrules only the jobs of its node"
 
 
+def test_breaker_holds_for_ranks_that_an_order_displaces() -> None:
+    """Three ranks are drained from node-1, and each needs the place of another one."""
+    bigs = [rank(n, "node-1", "gpt", gpus=(2 * n, 2 * n + 1)) for n in range(3)]
+    order = Order(7, "drain", "node-1", by="alice", since_unix_s=NOW - 10)
+    parts: list[Any] = [node("node-1", 6, state=NodeState.DRAINING), *bigs, order]
+    for number, name in enumerate("abc"):
+        spare, low = f"spare-{number}", rank(number, name, f"low{number}", gpus=(0,))
+        half = tuple(gpu(name, n, free=n == 1) for n in range(6))
+        parts += [node(name, gpus=half, driver="580.1"), low]
+        parts.append(node(spare, gpus=tuple(gpu(spare, n, free=n == 0) for n in range(6)), driver="580.1"))
+
+    def leaving(moves: int, *more: Any) -> list[str]:
+        by = policy(jobs=[{"job": "gpt", "priority": 10, "independent": True}], breaker={"moves": moves})
+        found = about_ranks(world(*parts, *more), by, NOW)
+        return [one.rank.job for one in found if one.decision is RankDecision.MOVE]
+
+    assert leaving(9) == ["low0", "low1", "low2"]
+    assert leaving(2) == ["low0"]
+    gone = rank(8, "node-7", "gone")
+    before = [move(gone, "spare-9", MoveState.MOVED, 60, order=6, makes_room_for="other") for _ in range(2)]
+    assert leaving(2, *before) == []
+    assert leaving(2, *(replace(one, makes_room_for="") for one in before)) == ["low0"], (
+        "those of an order do not count"
+    )
+
+
+@pytest.mark.parametrize("targets", [(), ("node-2",)])
+def test_order_to_move_one_rank_displaces_nobody(targets: tuple[str, ...]) -> None:
+    """Nothing is wrong where the rank is, so others need not leave for it."""
+    order = Order(3, "move", "node-1", targets, by="alice", since_unix_s=NOW - 1, rank_uid=BIG.uid)
+    found = decided(world(node("node-1", 2), *PARTS[1:3], BIG, LOW, order), policy())
+    assert {job: one.decision for job, one in found.items()} == {"gpt": RankDecision.ALERT}
+
+
+def test_displacement_is_planned_and_no_failure() -> None:
+    there = world(*PARTS)
+    found = decided(there, policy())
+    assert found["gpt"].why.cause_class == "hardware"
+    assert intended(there, found["low"], "m-1", NOW).cause_class == "planned"
+
+
 def test_fewest_ranks_leave_and_one_of_a_job_at_a_time() -> None:
     full = tuple(gpu("node-2", number, free=False) for number in range(4))
     lows = [rank(number, "node-2", "low", gpus=(number,)) for number in range(3)]
