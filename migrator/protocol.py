@@ -17,12 +17,14 @@ call; the *cut* is the call at which each rank of the job stops, so that none wa
 *Members* are the ranks of a communicator. A *held* copy is a restored process whose own code does not run yet. *Stripes* are
 files in host memory into which the shim copies device memory with several threads, and the *device channel* carries them.
 
-**Data.** Host memory leaves in Stream and becomes a process in Restore. Device memory leaves the GPU in Freeze, either into
-host memory by the CUDA driver's checkpoint, which Stream then sends, or by the shim into stripe files, which are sent to the
-target while they are written. Before that, the threads of the rank are stopped and the GPU's work is drained, so nothing
-changes meanwhile. Device memory arrives on the target's GPU in Restore; if the move is undone, Abort brings it back to the
-source's GPU from the same place. Open files are part of the image. Files of the source node that the rank made and has
-closed leave in PrepareDevice, what changed since in Stream; they are made on the target in Restore.
+**Data.** Host memory leaves in Stream and becomes a process in Restore. Device memory leaves the GPU in Freeze: what the
+rank has allocated through the shim goes into stripe files, which are sent to the target while they are written, and the
+CUDA driver's checkpoint takes the rest into host memory, which Stream then sends. The source decides in PrepareDevice: if
+stripes are not possible (no room for them, or the rank was started with `--device-memory driver`), the rest is
+everything. Before that, the threads of the rank are stopped and the GPU's work is drained, so nothing changes meanwhile.
+Device memory arrives on the target's GPU in Restore; if the move is undone, Abort brings it back to the source's GPU from
+the same place. Open files are part of the image. Files of the source node that the rank made and has closed leave in
+PrepareDevice, what changed since in Stream; they are made on the target in Restore.
 
 **Pause.** The rank stands still from Freeze to Activate. In an NCCL job every rank waits at its gate from Quiesce to Open.
 Processes on peers are stopped for about a millisecond in Repoint, and again if an undo points their sockets back. Packets
@@ -51,11 +53,13 @@ shared secret: it guards against mistakes and strangers, not against a participa
   thaws its own copy, which it keeps until the target reports the rank running, and everything goes back as after ABORT. This
   is safe because the target journals "activated" before the copy's first instruction, and from then on never gives that
   answer; peers and gates act on COMMIT only once the target runs the rank.
-- An operator declares the target permanently down (`migrator recover --target-is-dead`): the source's copy goes on. Likewise
-  `--source-is-dead` lets a target with a held copy run it without any record of the source. Both are refused while the node
-  that is declared dead answers, whether its daemon runs or not. A source whose daemon was only down learns from the target
-  that it was declared dead, and records COMMIT. A false declaration about a node that no other node can reach, but that
-  still runs its copy, is the one way to get two copies.
+- An operator declares the target permanently down (`migrator recover --target-is-dead`): the source's copy goes on from
+  the freeze, also if the target's copy had been activated. What that one did since is lost. Once Release has dropped the
+  source's copy there is none to go on, and the rank has ended. Likewise `--source-is-dead` lets a target with a held copy
+  run it without any record of the source. Both are refused while the node that is declared dead answers, whether its
+  daemon runs or not. A source whose daemon was only down learns from the target that it was declared dead, and records
+  COMMIT. A false declaration about a node that no other node can reach, but that still runs its copy, is the one way to
+  get two copies.
 
 **If a participant dies**
 - *Driver*, before COMMIT: the lease expires, the source records ABORT and thaws the rank. After COMMIT: the source hands the

@@ -174,7 +174,9 @@ def next_targets(reports: Mapping[int, Report], last: Cut | None = None) -> Cut:
         _raise(targets, ((channel, report.launched.get(channel, 0) + n) for channel, n in report.held[thread].items()))
     if let_on and certainty is not Certainty.SURE:
         ranks = sorted({rank for rank, _ in let_on})
-        guesses = {**guesses, **{rank: guesses.get(rank, 0) + 1 for rank in ranks}}
+        # One about a rank that may be no member at all says nothing about the next one.
+        more_often = int(certainty is Certainty.GUESS)
+        guesses = {**guesses, **{rank: guesses.get(rank, 0) + more_often for rank in ranks}}
         shown = ", ".join(map(str, ranks[:_SHOWN])) + (
             "" if len(ranks) <= _SHOWN else f" and {len(ranks) - _SHOWN} more"
         )
@@ -184,8 +186,8 @@ def next_targets(reports: Mapping[int, Report], last: Cut | None = None) -> Cut:
 
 #: How many groups a thread may launch until the next round at most, where it is certain that it has to.
 SURE_GROUPS = 1000
-#: How many times as many groups a rank may launch with each further guess about it.
-GROWTH = 8
+#: How many times as many groups a rank may launch with each further guess about it, and how many at most.
+GROWTH, MOST_GROUPS = 8, 4096
 _SHOWN = 8
 
 
@@ -208,7 +210,7 @@ def _permissions(
         if passed is not None and certainty is Certainty.SURE:
             made = Permission(thread, late.channel, late.target, passed + SURE_GROUPS)
         elif passed is not None and certainty is Certainty.GUESS and guesses:
-            made = Permission(None, late.channel, late.target, passed + GROWTH**guesses)
+            made = Permission(None, late.channel, late.target, passed + min(GROWTH**guesses, MOST_GROUPS))
         else:
             continue
         found.setdefault(rank, {})[made.thread, made.channel] = made

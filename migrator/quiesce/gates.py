@@ -158,7 +158,7 @@ class Gates:
             if cut.decision is Decision.NEVER or time.monotonic() >= deadline:
                 raise _given_up(cut, view.numbers, silent, timeout_s)
             if not changed:
-                # Close again, for processes that have created their first communicator since.
+                # Close again, for nodes where no process had a communicator before.
                 ask = close
                 await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
                 pause_s = min(2 * pause_s, ROUND_MAX_S)
@@ -208,7 +208,7 @@ def _reporting(description: pb.MoveDescription) -> _Ask:
 def _setting_targets(
     description: pb.MoveDescription, changed: Mapping[str, list[pb.ProcessTargets]], close: _Ask, deadline: float
 ) -> _Ask:
-    """Hands out the targets that have changed. A node where none has looks for processes with a first communicator."""
+    """Hands out the targets that have changed. A node where none has only reports."""
 
     async def ask(client: DaemonClient, node: str) -> pb.GateReport:
         if node not in changed:
@@ -288,9 +288,9 @@ class _View:
 
     def _changes(self, reports: Collection[ProcessReport], cut: Cut) -> dict[str, list[pb.ProcessTargets]]:
         if cut.decision is Decision.REACHED:
-            # Permissions end by themselves, except those for a communicator that was aborted since.
+            # Targets are reached and permissions end by themselves, except for a communicator that was aborted since.
             aborted = self.membership.aborted
-            if not any(one.channel.comm in aborted for told in self._told.values() for one in told.permissions):
+            if not aborted or not any(_names(told, aborted) for told in self._told.values()):
                 return {}
         rows = rows_for(
             cut.targets, cut.permissions, {self.numbers(report.process) for report in reports}, self.membership
@@ -302,6 +302,10 @@ class _View:
                 self._told[report.process] = rows[me]
                 found.setdefault(report.node, []).append(to_proto(report.process, me, rows[me], self.membership))
         return found
+
+
+def _names(told: Rows, comms: Collection[str]) -> bool:
+    return any(row[0] in comms for row in told.targets) or any(one.channel.comm in comms for one in told.permissions)
 
 
 @dataclass

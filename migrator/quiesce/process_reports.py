@@ -97,9 +97,9 @@ class Membership:
         self.version = 0  # changes with everything above
         self._known: Counter[str] = Counter()  # members of each communicator that are known
         self._processes: dict[str, tuple[int | None, ...]] = {}
-        # By process: how many communicators it had, and had had, when everything about them was known. Each one that it
-        # creates, destroys or aborts changes these numbers, so as long as they are equal there is nothing to add.
-        self._added: dict[int, tuple[int, int]] = {}
+        # By process: which communicators it had, and how many had ended, when everything about them was known. As long as
+        # both are equal there is nothing to add.
+        self._added: dict[int, tuple[list[str], int]] = {}
 
     @classmethod
     def gather(cls, reports: Iterable[ProcessReport], number: Callable[[Process], int]) -> Membership:
@@ -110,8 +110,8 @@ class Membership:
 
     def add(self, report: ProcessReport, me: int) -> None:
         gate = report.gate
-        size = len(gate.communicators), len(gate.ended)
-        if self._added.get(me) == size:
+        known = [comm.id for comm in gate.communicators], len(gate.ended)
+        if self._added.get(me) == known:
             return
         unknown = False
         for comm in report.counted():
@@ -129,7 +129,7 @@ class Membership:
                 self._processes.pop(name, None)
                 self.version += 1
         if not unknown:
-            self._added[me] = size
+            self._added[me] = known
 
     def unknown(self, comm: str) -> int:
         """How many members of the communicator no process has reported to be."""

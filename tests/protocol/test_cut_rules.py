@@ -8,6 +8,7 @@ import pytest
 
 from migrator.quiesce.cut import (
     GROWTH,
+    MOST_GROUPS,
     Channel,
     Counts,
     Cut,
@@ -259,3 +260,14 @@ def test_each_guess_about_a_rank_allows_more_groups() -> None:
         cut = next_targets(late(launched), next_targets(late(launched), cut))
         allowed.append([one.passed - launched for one in cut.permissions.get(1, ())])
     assert allowed == [[], [GROWTH], [GROWTH**2], [GROWTH**3]]
+
+
+def test_guesses_have_a_limit_and_those_about_unknown_members_do_not_count() -> None:
+    """A number that no message can carry would end the driver while the gates are closed."""
+    late = {0: rank({TP: 7}), 1: rank({TP: 6}, {AUTOGRAD: {DP: 1}}, users=BOTH)}
+    often = replace(next_targets(late), guesses={1: 40})
+    (permission,) = next_targets(late, often).permissions[1]
+    assert permission.passed == MOST_GROUPS
+    stranger = Report({}, {MAIN: {DP: 1}}, {"dp0": (1, 2)})
+    unknown = {0: Report({TP: 1}, members={"tp0": (0, None)}), 1: stranger}
+    assert looked_twice(unknown).guesses == {1: 0}

@@ -1,8 +1,9 @@
 """Lets a copy that is held on its target take part in building the communicators before COMMIT.
 
 Only for that, the processes that had communicators are continued. No thread of the job runs: the shim has parked them since
-before the dump. The other processes of the tree stay stopped. Afterwards the whole copy is stopped and frozen again.
-Invariant: nothing here releases a parked thread.
+before the dump. The other processes of the tree stay stopped. If it fails, the whole copy is stopped and frozen again. Once
+the communicators are built, NCCL's own threads go on until the copy is activated or dropped: a member has its result before
+its threads have sent everything that other members wait for. Invariant: nothing here releases a parked thread.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Members:
             except BaseException:
                 await held_copy.still(copy.log)
                 raise
-            await held_copy.still(copy.log)
+            # It goes on until it is activated or dropped: what another member still waits for may not have been sent yet.
 
     async def _attach_here(
         self, moving: Moving, rank_uids: Collection[str], lines: list[str], caller: str, given_up: threading.Event
