@@ -21,12 +21,16 @@ class UsedAgain:
 
 async def taint(store: Store, node: str, reason: str, by: str, *, dry_run: bool = False) -> NodeState:
     """Moves no rank to a node any more. Returns the state before. Raises WrongState if it is out of use already."""
+
+    def check(before: NodeState) -> None:
+        if before in OUT - {NodeState.TAINTED}:
+            raise WrongState(f"{node} is {before}: no rank is moved there anyway", remedy=f"`migrator undrain {node}`")
+
+    if not dry_run:
+        return await store.set_node(node, NodeState.TAINTED, reason, by, check)
     known = (await store.load(store.now())).nodes.get(node)
     before = known.state if known is not None else NodeState.HEALTHY
-    if before in OUT - {NodeState.TAINTED}:
-        raise WrongState(f"{node} is {before}: no rank is moved there anyway", remedy=f"`migrator undrain {node}`")
-    if not dry_run:
-        await store.set_node(node, NodeState.TAINTED, reason, by)
+    check(before)
     return before
 
 
@@ -55,12 +59,10 @@ async def move(
 
 async def use_again(store: Store, node: str, by: str, *, dry_run: bool = False) -> UsedAgain:
     """Makes a node healthy by an operator's word, and ends an order about it."""
+    if not dry_run:
+        before, orders, alarms = await store.use_again(node, by)
+        return UsedAgain(before, orders, [alarm.check for alarm in alarms])
     stored = await store.load(store.now())
     before = stored.nodes[node].state if node in stored.nodes else NodeState.HEALTHY
     orders = [order.id for order in stored.orders if order.node == node]
-    if not dry_run:
-        for order in orders:
-            await store.end_order(order, f"ended by {by}")
-        if before is not NodeState.HEALTHY:
-            await store.set_node(node, NodeState.HEALTHY, "an operator ended it", by)
     return UsedAgain(before, orders, [alarm.check for alarm in stored.alarms if alarm.node == node])

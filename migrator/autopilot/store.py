@@ -8,7 +8,7 @@ database at a time (the autopilot and the verbs); only the holder of the actor's
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from sqlite3 import Row
 from typing import Any, TypeVar
@@ -128,11 +128,40 @@ class Store(Proposals, OutsideAlarms):
     async def _known(self, node: str, source: str) -> dict[str, str]:
         return _texts(await self._all(_ALARMS, node, source))
 
-    async def set_node(self, node: str, state: NodeState, reason: str, by: str = "autopilot") -> None:
-        def change(tx: Transaction) -> None:
-            self._set_node(tx, node, state, reason, by)
+    async def set_node(
+        self,
+        node: str,
+        state: NodeState,
+        reason: str,
+        by: str = "autopilot",
+        check: Callable[[NodeState], None] = lambda before: None,
+    ) -> NodeState:
+        """Returns the state before. `check` gets it first, and raises if it must not be changed."""
 
-        await self._change(change)
+        def change(tx: Transaction) -> NodeState:
+            before = _state(tx, node)
+            check(before)
+            self._set_node(tx, node, state, reason, by)
+            return before
+
+        return await self._change(change)
+
+    async def use_again(self, node: str, by: str) -> tuple[NodeState, list[int], list[Alarm]]:
+        """Makes a node healthy and ends the orders about it. Returns its state before, these orders, and its alarms."""
+
+        def change(tx: Transaction) -> tuple[NodeState, list[int], list[Alarm]]:
+            rows = tx.all("SELECT data FROM orders WHERE ended_unix_s = 0 ORDER BY id")
+            orders = [one for row in rows if (one := msgspec.json.decode(row["data"], type=Order)).node == node]
+            for order in orders:
+                self._end_order(tx, order, f"ended by {by}")
+            before = _state(tx, node)
+            if before is not NodeState.HEALTHY:
+                self._set_node(tx, node, NodeState.HEALTHY, "an operator ended it", by)
+            alarms = tx.all("SELECT data FROM alarms WHERE node = ? ORDER BY alarm", node)
+            found = [msgspec.json.decode(row["data"], type=Alarm) for row in alarms]
+            return before, [order.id for order in orders], found
+
+        return await self._change(change)
 
     async def set_nodes(self, changes: Mapping[str, tuple[NodeState, NodeState, str]]) -> None:
         """Changes states of nodes: from, to and the reason. What an operator has changed meanwhile stays as it is."""
@@ -146,10 +175,9 @@ class Store(Proposals, OutsideAlarms):
         await self._change(change)
 
     def _set_node(self, tx: Transaction, node: str, state: NodeState, reason: str, by: str) -> None:
-        before = tx.one("SELECT state FROM nodes WHERE name = ?", node)
-        was = before["state"] if before else NodeState.HEALTHY.value
+        was = _state(tx, node)
         tx.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?)", (node, state.value, reason, self.now()))
-        data = {"from": was, "to": state.value, "by": by, "reason": reason}
+        data = {"from": was.value, "to": state.value, "by": by, "reason": reason}
         tx.append("state", f"{was} → {state}: {reason}", node=node, data=data)
 
     async def intend(self, move: Move) -> None:
@@ -232,17 +260,19 @@ class Store(Proposals, OutsideAlarms):
             row = tx.one("SELECT data FROM orders WHERE id = ? AND ended_unix_s = 0", order)
             if row is None:
                 return False
-            known = msgspec.json.decode(row["data"], type=Order)
-            ended = replace(known, ended_unix_s=self.now(), summary=summary)
-            tx.execute(
-                "UPDATE orders SET ended_unix_s = ?, data = ? WHERE id = ?",
-                (ended.ended_unix_s, msgspec.json.encode(ended).decode(), order),
-            )
-            data = {"id": order, "summary": summary}
-            tx.append("order-ended", f"{ended.kind} of {ended.subject}: {summary}", node=ended.node, data=data)
+            self._end_order(tx, msgspec.json.decode(row["data"], type=Order), summary)
             return True
 
         return await self._change(change)
+
+    def _end_order(self, tx: Transaction, order: Order, summary: str) -> None:
+        ended = replace(order, ended_unix_s=self.now(), summary=summary)
+        tx.execute(
+            "UPDATE orders SET ended_unix_s = ?, data = ? WHERE id = ?",
+            (ended.ended_unix_s, msgspec.json.encode(ended).decode(), order.id),
+        )
+        data = {"id": order.id, "summary": summary}
+        tx.append("order-ended", f"{ended.kind} of {ended.subject}: {summary}", node=ended.node, data=data)
 
     async def set_alerts(self, alerts: Mapping[str, str], data: Mapping[str, dict[str, Any]] | None = None) -> None:
         """Replaces what a person must look at, by subject. Only changes are recorded, with the data of the subject."""
@@ -324,6 +354,11 @@ class Store(Proposals, OutsideAlarms):
 
 def _cursor(row: Row | None) -> tuple[str, int]:
     return (row["epoch"], row["sequence"]) if row else ("", 0)
+
+
+def _state(tx: Transaction, node: str) -> NodeState:
+    row = tx.one("SELECT state FROM nodes WHERE name = ?", node)
+    return NodeState(row["state"]) if row else NodeState.HEALTHY
 
 
 def _texts(rows: Iterable[Row]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """`migrator drain`, `evacuate`, `return` and `undrain`: orders about one node.
 
 An order is recorded first. The autopilot carries it out if one runs, else this command does; if the autopilot ends meanwhile,
-this command takes over. Ctrl-C leaves the order to the autopilot, or open if there is none.
+this command takes over. With several autopilots only their leader carries orders out, and this command waits for one. Ctrl-C
+leaves the order to the autopilot, or open if there is none.
 """
 
 from __future__ import annotations
@@ -92,9 +93,8 @@ def _order(kind: str, options: argparse.Namespace) -> int:
 
 async def _carry_out(cluster: Cluster, policy: Policy, folder: Path, order: Order, *, as_json: bool) -> int:
     from migrator.autopilot.model import MoveState, NodeState
-    from migrator.autopilot.store import Store
 
-    async with Store.open(folder) as store:
+    async with state.opened(folder, changing=True) as store:
         known = (await store.load(store.now())).nodes
         first = NodeState.VALIDATING if order.kind == "return" else NodeState.DRAINING
         given = await store.give_order(order, first)
@@ -137,11 +137,10 @@ def _undrain(options: argparse.Namespace) -> int:
 async def use_again(cluster: Cluster, folder: Path, node: str, dry_run: bool, as_json: bool) -> int:
     """Makes a node healthy by an operator's word, and ends an order about it. `untaint` does the same."""
     from migrator.autopilot import operate
-    from migrator.autopilot.store import Store
     from migrator.find_rank import find_node
 
     find_node(cluster, node)
-    async with Store.open(folder) as store:
+    async with state.opened(folder, changing=not dry_run) as store:
         used = await operate.use_again(store, node, state.operator(), dry_run=dry_run)
     before, alarms = used.before, used.alarms
     if as_json:

@@ -101,9 +101,9 @@ def _clear(cluster: Cluster, nodes: list[str], options: argparse.Namespace) -> i
         return await client.node.ClearAlarms(request, timeout_s=ASK_TIMEOUT_S)
 
     async def clear() -> tuple[dict[str, list[pb.Alarm]], dict[str, SnapshotError]]:
-        answers, silent = await ask_all(cluster, ask, nodes)
-        cleared = {name: list(reply.cleared) for name, reply in answers.items()}
-        async with own_alarms.opened(own_alarms.place(options, cluster)) as store:
+        async with own_alarms.opened(own_alarms.place(options, cluster), changing=True) as store:
+            answers, silent = await ask_all(cluster, ask, nodes)
+            cleared = {name: list(reply.cleared) for name, reply in answers.items()}
             if store is not None:
                 for name in nodes:
                     found = await store.clear_signals(name, state.operator(), check, options.subject)

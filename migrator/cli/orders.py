@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from migrator import formatting
-from migrator.cli import output
+from migrator.cli import output, state
 from snapshotd.api.errors import Unreachable
 
 if TYPE_CHECKING:
@@ -82,12 +82,11 @@ async def plan(cluster: Cluster, policy: Policy, folder: Path, order: Order, *, 
     from migrator.autopilot.facts import about_ranks
     from migrator.autopilot.model import NodeState
     from migrator.autopilot.policy import Job
-    from migrator.autopilot.store import Store
     from migrator.autopilot.survey import survey
 
     jobs = tuple(msgspec.structs.replace(job, independent=True) for job in (*policy.jobs, Job("*")))
     policy = msgspec.structs.replace(policy, jobs=jobs)
-    async with Store.open(folder) as store:
+    async with state.opened(folder, changing=False) as store:
         world, silent = await survey(cluster, policy, store)
         now = store.now()
     order = replace(order, id=-1, since_unix_s=now)

@@ -35,8 +35,9 @@ def place(options: argparse.Namespace, cluster: Cluster) -> Path | None:
 
 
 @contextlib.asynccontextmanager
-async def opened(folder: Path | None) -> AsyncIterator[Store | None]:
-    """The autopilot's state. None if it is not here, of another user or of another version: the daemons' answers remain."""
+async def opened(folder: Path | None, *, changing: bool = False) -> AsyncIterator[Store | None]:
+    """The autopilot's state. None if it is not here, of another user or of another version: the daemons' answers remain.
+    Raises Unreachable if it is to be changed, and several autopilots share it, and etcd does not answer."""
     async with contextlib.AsyncExitStack() as stack:
         store = None
         if folder is not None:
@@ -44,6 +45,8 @@ async def opened(folder: Path | None) -> AsyncIterator[Store | None]:
 
             with contextlib.suppress(SnapshotError):
                 store = await stack.enter_async_context(Store.open(folder))
+        if store is not None:
+            await state.bring_up_to_date(store, changing=changing)
         yield store
 
 

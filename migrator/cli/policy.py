@@ -94,10 +94,9 @@ async def _show(cluster: Cluster, policy: Policy, folder: Path, name: str, *, as
     from migrator.autopilot.maintenance import MaintenanceDecision, about_maintenance, next_window
     from migrator.autopilot.model import NodeState
     from migrator.autopilot.ruled import ruled_for
-    from migrator.autopilot.store import Store
     from migrator.autopilot.survey import survey
 
-    async with Store.open(folder) as store:
+    async with state.opened(folder, changing=False) as store:
         world, silent = await survey(cluster, policy, store)
         now, last = store.now(), await store.last_orders()
     calendar = about_maintenance(world, policy, name, last.get(name), now)

@@ -65,9 +65,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 async def _load(folder: Path) -> tuple[Proposal, ...]:
-    from migrator.autopilot.store import Store
-
-    async with Store.open(folder) as store:
+    async with state.opened(folder, changing=False) as store:
         return await store.proposals()
 
 
@@ -83,10 +81,9 @@ def _answer(approved: bool, options: argparse.Namespace) -> int:
 
 
 async def _record(folder: Path, number: int, approved: bool, reason: str, dry_run: bool) -> Proposal:
-    from migrator.autopilot.store import Store
     from snapshotd.api.errors import NotFound
 
-    async with Store.open(folder) as store:
+    async with state.opened(folder, changing=not dry_run) as store:
         if not dry_run:
             return await store.answer_proposal(number, approved, state.operator(), reason)
         known = next((one for one in await store.proposals() if one.id == number), None)

@@ -44,9 +44,7 @@ def act(options: argparse.Namespace) -> int:
 
 
 async def _carry_out(cluster: Cluster, policy: Policy, folder: Path, order: Order, *, as_json: bool) -> int:
-    from migrator.autopilot.store import Store
-
-    async with Store.open(folder) as store:
+    async with state.opened(folder, changing=True) as store:
         # One that was interrupted, and that no autopilot carries out, is taken over.
         before = [one for one in (await store.load(store.now())).orders if one.kind == order.kind]
         given = before[0] if before else await store.give_order(order, None)

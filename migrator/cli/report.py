@@ -127,9 +127,7 @@ def _show(options: argparse.Namespace, records: list[Record]) -> int:
 
 
 async def _records(folder: Path) -> list[Record]:
-    from migrator.autopilot.store import Store
-
-    async with Store.open(folder) as store:
+    async with state.opened(folder, changing=False) as store:
         return await store.events()
 
 

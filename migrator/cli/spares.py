@@ -66,10 +66,9 @@ def act(options: argparse.Namespace) -> int:
 async def _look(
     cluster: Cluster, policy: Policy, options: argparse.Namespace
 ) -> tuple[World, dict[str, SnapshotError]]:
-    from migrator.autopilot.store import Store
     from migrator.autopilot.survey import survey
 
-    async with Store.open(state.folder(options, cluster)) as store:
+    async with state.opened(state.folder(options, cluster), changing=False) as store:
         return await survey(cluster, policy, store)
 
 

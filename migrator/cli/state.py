@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from migrator import formatting
+from migrator.cli import output
+from snapshotd.api.errors import SnapshotError, Unreachable
+
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from migrator.autopilot.policy import Policy
+    from migrator.autopilot.store import Store
     from migrator.cluster import Cluster
 
 DEFAULT = Path("/var/lib/migrator-autopilot")
@@ -45,6 +54,34 @@ def folder(options: argparse.Namespace, cluster: Cluster | None) -> Path:
     if cluster is not None and cluster.netns is not None:
         return Path(cluster.origin).parent / "autopilot"
     return DEFAULT
+
+
+@contextlib.asynccontextmanager
+async def opened(folder: Path, *, changing: bool) -> AsyncIterator[Store]:
+    """The autopilot's state. If several autopilots share it, with all their changes."""
+    from migrator.autopilot.store import Store
+
+    async with Store.open(folder) as store:
+        await bring_up_to_date(store, changing=changing)
+        yield store
+
+
+async def bring_up_to_date(store: Store, *, changing: bool) -> None:
+    """Makes the changes of other autopilots here. If etcd is out of reach, raises Unreachable if something is to be changed,
+    else warns: what this folder knows can still be shown."""
+    try:
+        await store.follow()
+    except SnapshotError as error:
+        if not changing:
+            text = f"this may be out of date, because the state that autopilots share cannot be read: {error.message}"
+            print(f"{output.styled('warning:', 'yellow', sys.stderr)} {formatting.plain(text)}", file=sys.stderr)
+        elif isinstance(error, Unreachable):
+            raise Unreachable(
+                f"nothing was changed, because the state that autopilots share cannot be read: {error.message}",
+                remedy="check `etcdctl endpoint health` and the network to etcd, then repeat the command",
+            ) from error
+        else:
+            raise
 
 
 def the_policy(options: argparse.Namespace) -> Policy:

@@ -39,11 +39,10 @@ def _taint(options: argparse.Namespace) -> int:
 
 async def _set(cluster: Cluster, folder: Path, node: str, reason: str, dry_run: bool, *, as_json: bool) -> int:
     from migrator.autopilot import operate
-    from migrator.autopilot.store import Store
     from migrator.find_rank import find_node
 
     find_node(cluster, node)
-    async with Store.open(folder) as store:
+    async with state.opened(folder, changing=not dry_run) as store:
         before = await operate.taint(store, node, reason, state.operator(), dry_run=dry_run)
     if as_json:
         output.json_object({"node": node, "before": before.value, "state": "tainted", "dry_run": dry_run})

@@ -113,6 +113,9 @@ async def _live(cluster: Cluster, folder: Path | None, interval_s: float) -> Non
         with Live(frame(first), console=Console(highlight=False), screen=True, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(interval_s)
+                if store is not None:
+                    with contextlib.suppress(SnapshotError):  # etcd is asked again the next time
+                        await store.follow()
                 live.update(frame(await look(cluster, store)), refresh=True)
 
 
