@@ -9,10 +9,10 @@ from migrator.autopilot.policy import Policy
 
 
 def node_brake(world: World, policy: Policy, now: float) -> str:
-    """Why no further node may be taken out of use by a rule. At least one always may."""
+    """Why no further node may be taken out of use by a rule. At least one always may. Maintenance does not count."""
     if reason := systematic(world, policy, now):
         return reason
-    out = sum(node.state in OUT for node in world.nodes.values())
+    out = sum(node.state in OUT and not node.maintenance for node in world.nodes.values())
     limit = max(1.0, len(world.nodes) * policy.breaker.nodes_percent / 100)
     if out + 1 > limit:
         return f"{out} of {len(world.nodes)} nodes are out of use, and the policy allows {int(limit)}"

@@ -1,7 +1,7 @@
 """The maintenance calendar: when a node has a window, and what follows from that. Pure.
 
 Invariant: the calendar drains a node once for each window, and returns only what it has drained itself: what an operator has
-ordered since counts. That is read from the record of orders, so a restart changes nothing.
+ordered since counts, and so does a taint from before. That is read from the record of orders, so a restart changes nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class MaintenanceFacts:
     answers: bool = True
     window: str = ""  # that has begun or begins soon
     ordered: bool = False  # an order about the node is in progress
-    drained: bool = False  # the last order about it was the calendar's, to drain it
+    drained: bool = False  # the last order about it was the calendar's, to drain it, and it was not used since
+    tainted: bool = False  # and it was tainted before
     handled: bool = False  # an order about it was given since the drain for this window was due
     returned: bool = False  # the last order about it was the calendar's, to return it
 
@@ -104,6 +105,9 @@ def maintenance_next(facts: MaintenanceFacts) -> tuple[MaintenanceDecision, str]
     if facts.drained and out:
         if not facts.answers:
             return MaintenanceDecision.ALERT, "its maintenance is over, but it does not answer"
+        if facts.tainted:
+            text = "its maintenance is over, but it was tainted before: `migrator return` when it may be used again"
+            return MaintenanceDecision.ALERT, text
         return MaintenanceDecision.RETURN, "its maintenance is over"
     if facts.returned and facts.state is NodeState.REPAIRING:
         return (
@@ -118,7 +122,7 @@ def about_maintenance(
 ) -> tuple[MaintenanceDecision, str]:
     """`last` is the last order about the node."""
     known, window = world.nodes[node], window_at(policy, node, now)
-    mine = last is not None and last.by == CALENDAR
+    mine = last is not None and last.by == CALENDAR and not last.used_again
     drained = mine and last is not None and last.empties
     return maintenance_next(
         MaintenanceFacts(
@@ -127,6 +131,7 @@ def about_maintenance(
             window=window.text if window is not None else "",
             ordered=any(order.node == node and order.kind != "move" for order in world.orders),
             drained=drained,
+            tainted=last is not None and last.before == NodeState.TAINTED,
             handled=last is not None and window is not None and last.since_unix_s >= window.lead_unix_s,
             returned=mine and not drained,
         )

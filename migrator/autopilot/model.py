@@ -240,6 +240,8 @@ class Order:
     summary: str = ""  # how it ended
     rank_uid: str = ""  # of "move"
     rank_name: str = ""  # in words, for the record
+    before: str = ""  # the state of its node when it was given
+    used_again: bool = False  # of the last one about a node: an operator has put the node back into use since
 
     @property
     def empties(self) -> bool:

@@ -62,9 +62,11 @@ def _moment(text: str) -> str:
     if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d", text):
         raise ValueError(f'must be a day and a time, as "2026-12-01T22:00", not {text!r}')
     try:
-        datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise ValueError(f"must be a day and a time that exist, not {text!r}") from error
+    if not 2000 <= moment.year < 3000:  # windows reach into the days before and after, which must exist too
+        raise ValueError(f"must be in a year from 2000 to 2999, not {text!r}")
     return text
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from migrator.autopilot.database import Transaction
-from migrator.autopilot.model import Alarm, HealthReport, Move, MoveState, NodeState, Order, Proposal
+from migrator.autopilot.model import OUT, Alarm, HealthReport, Move, MoveState, NodeState, Order, Proposal
 from migrator.autopilot.outside_alarms import OutsideAlarms
 from migrator.autopilot.proposals import Proposals
 from snapshotd.api.errors import WrongState
@@ -24,6 +24,10 @@ from snapshotd.api.errors import WrongState
 T = TypeVar("T", Alarm, Move)
 _CURSOR = "SELECT epoch, sequence FROM cursors WHERE node = ?"
 _ALARMS = "SELECT alarm, data FROM alarms WHERE node = ? AND source = ?"
+_LAST_ORDERS = (  # about each node; those to move one rank do not count
+    "SELECT max(id) FROM orders WHERE json_extract(data, '$.kind') IN ('drain', 'evacuate', 'return')"
+    " GROUP BY json_extract(data, '$.node')"
+)
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,12 @@ class Store(Proposals, OutsideAlarms):
 
     def _set_node(self, tx: Transaction, node: str, state: NodeState, reason: str, by: str) -> None:
         was = _state(tx, node)
+        if state is NodeState.HEALTHY and was in OUT:
+            last = f"SELECT id, data FROM orders WHERE id IN ({_LAST_ORDERS}) AND json_extract(data, '$.node') = ?"
+            for row in tx.all(last, node):
+                order = replace(msgspec.json.decode(row["data"], type=Order), used_again=True)
+                values = (msgspec.json.encode(order).decode(), row["id"])
+                tx.execute("UPDATE orders SET data = ? WHERE id = ?", values)
         tx.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?)", (node, state.value, reason, self.now()))
         data = {"from": was.value, "to": state.value, "by": by, "reason": reason}
         tx.append("state", f"{was} → {state}: {reason}", node=node, data=data)
@@ -242,7 +252,8 @@ class Store(Proposals, OutsideAlarms):
                         + (f", or end it with `migrator undrain {order.node}`" if order.node else ""),
                     )
             cursor = tx.execute("INSERT INTO orders (ended_unix_s, data) VALUES (0, '')")
-            given = replace(order, id=cursor.lastrowid or 0, since_unix_s=self.now())
+            before = _state(tx, order.node).value
+            given = replace(order, id=cursor.lastrowid or 0, since_unix_s=self.now(), before=before)
             tx.execute("UPDATE orders SET data = ? WHERE id = ?", (msgspec.json.encode(given).decode(), given.id))
             to = f" to {', '.join(given.targets)}" if given.targets else ""
             why = f": {given.reason}" if given.reason else ""
@@ -334,11 +345,8 @@ class Store(Proposals, OutsideAlarms):
 
     async def last_orders(self) -> dict[str, Order]:
         """The last order about each node that has one. Orders to move one rank do not count."""
-        query = (
-            "SELECT data FROM orders WHERE id IN (SELECT max(id) FROM orders WHERE json_extract(data, '$.kind') IN"
-            " ('drain', 'evacuate', 'return') GROUP BY json_extract(data, '$.node'))"
-        )
-        found = [msgspec.json.decode(row["data"], type=Order) for row in await self._all(query)]
+        rows = await self._all(f"SELECT data FROM orders WHERE id IN ({_LAST_ORDERS})")
+        found = [msgspec.json.decode(row["data"], type=Order) for row in rows]
         return {order.node: order for order in found}
 
     async def order(self, number: int) -> Order:

@@ -177,6 +177,9 @@ def test_share_of_nodes_limits_taints_but_one_is_always_possible() -> None:
     out = node("node-9", state=S.DRAINED)
     about = about_node(world(*healthy, out, alarm("node-0")), policy, healthy[0], NOW)
     assert (about.decision, "1 of 4 nodes are out of use" in about.reason) == (NodeDecision.ALERT, True)
+    planned = replace(out, maintenance="2027-01-15 10:00 UTC")
+    about = about_node(world(*healthy, planned, alarm("node-0")), policy, healthy[0], NOW)
+    assert about.decision is NodeDecision.TAINT, "maintenance does not use up the limit"
 
 
 def test_same_alarm_on_many_nodes_stops_everything() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from migrator.autopilot import operate
 from migrator.autopilot.decide import RankDecision
 from migrator.autopilot.facts import about_ranks
 from migrator.autopilot.maintenance import (
@@ -80,6 +81,8 @@ def test_wrong_tables_are_refused() -> None:
         {"begin": "tomorrow"},
         {"begin": "2026-02-30T10:00"},
         {"begin": "2026-12-01T22:00:00+01:00"},
+        {"begin": "0001-01-01T00:00"},
+        {"begin": "9999-12-31T23:00"},
         {"hours": 0},
         {"hours": 200},
         {"repeat": "daily"},
@@ -101,6 +104,7 @@ def test_wrong_tables_are_refused() -> None:
         (MaintenanceFacts(NodeState.HEALTHY, window="maintenance", handled=True), "keep"),
         (MaintenanceFacts(NodeState.DRAINED, window="maintenance", drained=True), "keep"),
         (MaintenanceFacts(NodeState.DRAINED, drained=True), "return"),
+        (MaintenanceFacts(NodeState.DRAINED, drained=True, tainted=True), "alert"),
         (MaintenanceFacts(NodeState.REPAIRING, drained=True), "return"),
         (MaintenanceFacts(NodeState.REPAIRING, drained=True, answers=False), "alert"),
         (MaintenanceFacts(NodeState.REPAIRING, returned=True), "alert"),
@@ -149,6 +153,10 @@ async def state_of(store: Store, name: str) -> str:
     return known.state.value if known is not None else "healthy"
 
 
+async def in_state(store: Store, name: str, state: str) -> bool:
+    return await state_of(store, name) == state
+
+
 async def test_node_is_drained_before_its_window_and_returned_after_it(pilots: PilotCluster) -> None:
     pilots["node-1"].ranks.append(a_rank("node-1"))
     async with running(pilots, window_now(["node-1", "spare-1"], 1800)) as store:
@@ -174,6 +182,35 @@ async def test_node_is_drained_before_its_window_and_returned_after_it(pilots: P
     assert len(orders) == 4, "each was given once"
     assert orders[0].startswith(f"{CALENDAR} ordered to drain node-1: maintenance from ")
     assert orders[-1] == f"{CALENDAR} ordered to return spare-1: its maintenance is over"
+
+
+async def test_node_that_was_tainted_before_its_window_is_not_used_after_it(pilots: PilotCluster) -> None:
+    async with Store.open(pilots.path.parent / "state") as store:
+        await operate.taint(store, "node-1", "a strange noise", "alice")
+    async with running(pilots, window_now(["node-1"], 1800)) as store:
+        await until("the node to be drained", lambda: in_state(store, "node-1", "drained"))
+    async with running(pilots, window_now(["node-1"], -3 * 3600)) as store:
+        await alerts(store, "it was tainted before")
+        assert await state_of(store, "node-1") == "drained"
+
+
+async def test_what_a_rule_drained_after_an_undrain_is_not_returned_by_the_calendar(pilots: PilotCluster) -> None:
+    over, by = at("2026-12-02T03:00"), calendar()
+    async with Store.open(pilots.path.parent / "state") as store:
+        order = await store.give_order(Order(0, "drain", "rack7-1", by=CALENDAR), NodeState.DRAINED)
+        await store.end_order(order.id, "0 ranks moved")
+
+        async def decision() -> MaintenanceDecision:
+            last = (await store.last_orders()).get("rack7-1")
+            return about_maintenance(world(node("rack7-1", state=NodeState.DRAINED)), by, "rack7-1", last, over)[0]
+
+        assert await decision() is MaintenanceDecision.RETURN
+        await operate.use_again(store, "rack7-1", "alice")
+        await store.set_node("rack7-1", NodeState.DRAINED, "rule gpu: gpu-ecc")
+        assert await decision() is MaintenanceDecision.KEEP
+        again = await store.give_order(Order(0, "drain", "rack7-1", by=CALENDAR), NodeState.DRAINED)
+        await store.end_order(again.id, "0 ranks moved")
+        assert await decision() is MaintenanceDecision.RETURN, "the next window is another one"
 
 
 async def test_failed_validation_after_a_window_alerts(pilots: PilotCluster) -> None:
