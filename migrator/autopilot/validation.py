@@ -51,9 +51,11 @@ async def _run(command: list[str], timeout_s: float) -> list[str]:
         async with asyncio.timeout(timeout_s):
             output, _ = await process.communicate()
     except TimeoutError:
-        process.kill()
-        await process.wait()
         return [f"{command[0]} did not end within {timeout_s:.0f} s"]
+    finally:  # also if this task was cancelled: nobody would read its result
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     if process.returncode == 0:
         return []
     return [f"{command[0]} ended with {process.returncode}: {output.decode(errors='replace').strip()[-500:]}"]
