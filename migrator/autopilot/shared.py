@@ -154,17 +154,21 @@ class Shared:
         if self.fence:
             compares.append(pb.Compare(target=pb.Compare.CREATE, key=self.leader_key, create_revision=self.fence))
         puts = [_put(self._entry_key(new.position), value), _put(self.head_key, bytes(new))]
-        gets = [_get(self.head_key), _get(self.leader_key)]
+        gets = [_get(self.head_key), _get(self.leader_key), _get(self._entry_key(new.position))]
         answer = self.etcd.transact(pb.TxnRequest(compare=compares, success=puts, failure=gets))
         if not answer.succeeded:
-            heads, leaders = (one.response_range.kvs for one in answer.responses)
-            # A request whose answer was lost is sent again, and then fails because it has succeeded.
-            if not heads or heads[0].value != bytes(new):
+            heads, leaders, entries = (one.response_range.kvs for one in answer.responses)
+            is_newest = bool(heads) and heads[0].value == bytes(new)
+            # A request whose answer was lost is sent again, and then fails because it has succeeded. Others may have added
+            # entries meanwhile.
+            if not is_newest and not (entries and entries[0].value == value):
                 if self.fence and (not leaders or leaders[0].create_revision != self.fence):
                     raise TermOver("another autopilot leads")
                 raise Behind
+        else:
+            is_newest = True
         _set(connection, new)
-        self._compared_s = time.monotonic()
+        self._compared_s = time.monotonic() if is_newest else float("-inf")
 
     # ---------------------------------------------------------------- following
 

@@ -232,6 +232,30 @@ async def test_crash_between_etcd_and_sqlite_loses_nothing(
         assert chain.problems(await one.events()) == []
 
 
+async def test_lost_answer_and_another_writer_make_no_change_twice(
+    tmp_path: Path, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(tmp_path / "a", etcd) as one, joined(tmp_path / "b", etcd) as other:
+        assert one.history is not None
+        client, loop = one.history.etcd, asyncio.get_running_loop()
+        transact = client.transact
+
+        def twice(request: pb.TxnRequest) -> pb.TxnResponse:
+            assert transact(request).succeeded  # this answer is lost
+            asyncio.run_coroutine_threadsafe(other.note("x", "of the other one"), loop).result(60)
+            return transact(request)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "transact", twice)
+            intended = move(rank(0, "node-1"), "spare-1", MoveState.INTENDED, id="m-1")
+            await one.intend(intended)  # and is not refused because of itself
+        assert [record.kind for record in await other.events()] == ["intent", "x"]
+        await one.note("x", "later")
+        assert [record.text for record in await one.events()][1:] == ["of the other one", "later"]
+        await other.follow()
+    assert content(tmp_path / "a") == content(tmp_path / "b")
+
+
 async def test_change_that_is_too_large_for_etcd_harms_no_other(tmp_path: Path, etcd: EtcdServer) -> None:
     async with joined(tmp_path / "a", etcd) as one:
         small = [one.note("x", f"small {number}") for number in range(3)]
