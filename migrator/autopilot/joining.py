@@ -23,7 +23,8 @@ def join(folder: Path, settings: Settings, *, begin_anew: bool = False) -> None:
         try:
             history.join(connection)
         except Unavailable:
-            if shared.local(connection) is None:
+            here = shared.local(connection)
+            if here is None or here.position == 0:  # it is not known whether the history has begun
                 raise
     finally:
         connection.close()

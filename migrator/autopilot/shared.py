@@ -113,6 +113,9 @@ class Shared:
         """Makes a database a copy of the history. If there is no history yet, it begins with this database."""
         found = self.etcd.get(self.head_key)
         here = local(connection)
+        if here is not None and here.position == 0 and (found is None or Head.of(found.value).history != here.history):
+            leave(connection)  # its beginning never came to etcd
+            here = None
         if found is None and here is None:
             self._begin(connection)
         elif here is None and connection.execute("SELECT count(*) FROM events").fetchone()[0]:
@@ -129,7 +132,11 @@ class Shared:
         first = Head(secrets.token_hex(8), 0, "-")
         # In the snapshot too, so that a new copy knows where it is. If another autopilot begins first, it is taken back.
         connection.execute("INSERT INTO shared VALUES (1, ?, ?, ?)", (first.history, first.position, first.digest))
-        written = self.snapshots.write(connection, first.position)
+        try:
+            written = self.snapshots.write(connection, first.position)
+        except BaseException:
+            leave(connection)
+            raise
         none = pb.Compare(target=pb.Compare.CREATE, key=self.head_key, create_revision=0)
         puts = [_put(self.head_key, bytes(first)), _put(self.snapshots.key, written)]
         made = self.etcd.transact(pb.TxnRequest(compare=[none], success=puts, failure=[_get(self.head_key)]))

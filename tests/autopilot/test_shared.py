@@ -256,6 +256,50 @@ async def test_lost_answer_and_another_writer_make_no_change_twice(
     assert content(tmp_path / "a") == content(tmp_path / "b")
 
 
+@pytest.mark.parametrize("fails", ["snapshot", "before", "after"])
+async def test_first_start_that_etcd_interrupts_can_be_repeated(
+    tmp_path: Path, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    async with Store.open(tmp_path / "a") as alone:
+        await alone.note("x", "1")
+    transact = Etcd.transact
+
+    def away(client: Etcd, *given: object) -> None:
+        raise Unavailable("etcd does not answer")
+
+    def lost(client: Etcd, request: pb.TxnRequest) -> None:
+        transact(client, request)
+        raise Unavailable("etcd does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Etcd, "put" if fails == "snapshot" else "transact", lost if fails == "after" else away)
+        with pytest.raises(Unavailable):
+            await asyncio.to_thread(joining.join, tmp_path / "a", etcd.settings)
+    if fails == "snapshot":
+        async with Store.open(tmp_path / "a") as alone:
+            await alone.note("x", "2")  # it is as it was
+    async with joined(tmp_path / "a", etcd) as one, joined(tmp_path / "b", etcd) as other:
+        await one.note("x", "3")
+        await other.follow()
+        assert await other.events() == await one.events()
+
+
+async def test_beginning_that_another_autopilot_was_faster_with_is_forgotten(
+    tmp_path: Path, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(client: Etcd, *given: object) -> None:
+        raise Unavailable("etcd does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Etcd, "transact", away)
+        with pytest.raises(Unavailable):
+            await asyncio.to_thread(joining.join, tmp_path / "a", etcd.settings)
+    async with joined(tmp_path / "b", etcd) as other:
+        await other.note("x", "1")
+        async with joined(tmp_path / "a", etcd) as one:
+            assert await one.events() == await other.events()
+
+
 async def test_change_that_is_too_large_for_etcd_harms_no_other(tmp_path: Path, etcd: EtcdServer) -> None:
     async with joined(tmp_path / "a", etcd) as one:
         small = [one.note("x", f"small {number}") for number in range(3)]
