@@ -28,7 +28,8 @@ class OutsideAlarms(Database):
     ) -> Counter[str] | None:
         """Takes in what a sender reported: how many alarms were raised, repeated, cleared, unchanged and refused.
 
-        None: that would be more records than `allowed` permits, and nothing was changed.
+        None: that would be more records than `allowed` permits, and nothing was changed. If the change fails, `allowed` gets
+        their number back (negative).
         """
         expected = outside.plan(_alarms(await self._all(_KNOWN)), reported, self.now())
         if not expected.changes:
@@ -41,7 +42,11 @@ class OutsideAlarms(Database):
             _write(tx, made.changes, by)
             return made.outcomes
 
-        return await self._change(change)
+        try:
+            return await self._change(change)
+        except Exception:
+            allowed(-expected.records)
+            raise
 
     async def clear_signals(self, node: str, by: str, check: str = "", subject: str = "") -> list[Alarm]:
         """Ends alarms from outside by an operator's word. Returns them."""

@@ -49,7 +49,7 @@ class Allowance:
         self._left, self._since_s = float(BURST), time.monotonic()
 
     def take(self, count: int) -> bool:
-        """False if that much is not left; then nothing is taken."""
+        """False if that much is not left; then nothing is taken. A negative count gives back."""
         now_s = time.monotonic()
         self._left = min(float(BURST), self._left + (now_s - self._since_s) * AN_HOUR / 3600)
         self._since_s = now_s

@@ -251,6 +251,29 @@ async def test_state_that_is_out_of_reach_is_answered_with_a_status_that_is_trie
         assert (await hook.post("/alertmanager", group(alert()))).json["raised"] == 1
 
 
+async def test_requests_that_failed_use_up_nothing_of_the_senders_allowance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher, "BURST", 2)
+    monkeypatch.setattr(watcher, "AN_HOUR", 0)
+    async with hooked(tmp_path) as hook:
+
+        async def away(*given: Any) -> None:
+            raise Unreachable("etcd does not answer")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(hook.page.store, "_change", away)
+            answers = [await hook.post("/signal", plain(check=f"fan-{number}")) for number in range(5)]
+            assert [one.status for one in answers] == [503] * 5
+        answers = [await hook.post("/signal", plain(check=f"fan-{number}")) for number in range(2)]
+        assert [one.status for one in answers] == [200] * 2
+        with monkeypatch.context() as patched:
+            patched.setattr(hook.page.store, "_change", away)
+            assert (await hook.post("/signal", plain(check="fan-9"))).status == 503  # the flood cannot be recorded
+        assert (await hook.post("/signal", plain(check="fan-9"))).status == 429
+        assert Counter(one.kind for one in await hook.page.store.events()) == {"signal": 2, "flood": 1}
+
+
 async def test_body_that_does_not_arrive_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "BODY_S", 0.2)
     async with hooked(tmp_path) as hook:

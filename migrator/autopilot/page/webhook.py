@@ -106,14 +106,12 @@ class Webhook:
     async def _take(self, sender: str, reported: list[Reported]) -> Counter[str] | Response:
         try:
             outcomes = await self.store.take_signals(reported, f"{sender} (webhook)", self._allowances[sender].take)
+            if outcomes is None:
+                await self._note_flood(sender)
         except SnapshotError as problem:  # a state that several autopilots share may be out of reach
             return self._refused(sender, 503, problem.message, "send it again later")
         if outcomes is None:
             self._counted("refused", len(reported))
-            if sender not in self._floods:
-                self._floods.add(sender)
-                text = f"the sender {sender} reports more than can be recorded: its signals are refused for a while"
-                await self.store.note("flood", text)
             answer = error(429, "you report more than can be recorded", "send only alerts about nodes of this cluster")
             answer.headers["Retry-After"] = "600"
             return answer
@@ -122,6 +120,17 @@ class Webhook:
         for outcome, count in outcomes.items():
             self._counted(outcome, count)
         return outcomes
+
+    async def _note_flood(self, sender: str) -> None:
+        if sender in self._floods:
+            return
+        self._floods.add(sender)
+        text = f"the sender {sender} reports more than can be recorded: its signals are refused for a while"
+        try:
+            await self.store.note("flood", text)
+        except SnapshotError:
+            self._floods.discard(sender)
+            raise
 
     async def _read(self, request: Request, kind: type[T]) -> tuple[str, T] | Response:
         """The sender and the body, or why they are refused."""
