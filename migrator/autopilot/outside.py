@@ -230,7 +230,8 @@ def _fired(before: Alarm | None, one: Reported, now: float) -> tuple[str, Alarm]
     if before is None:
         return "raised", Alarm(one.node, one.check, one.subject, one.severity, one.text, now, now, 1, one.remedy)
     worse = one.severity > before.severity
-    if not worse and 0 <= now - before.last_unix_s < REPEAT_S:
+    # The clocks of two autopilots differ a little, and an alert that both get is one.
+    if not worse and abs(now - before.last_unix_s) < REPEAT_S:
         return "unchanged", before
     after = replace(before, last_unix_s=now, count=before.count + 1)
     if one.severity >= before.severity:
