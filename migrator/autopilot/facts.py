@@ -30,6 +30,7 @@ from migrator.autopilot.model import (
     World,
     cause_class,
 )
+from migrator.autopilot.outside import PREFIX
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.preempt import SHOWS_S, STALE_S, Plan, held_places, made_room, names_of, plan
 from migrator.autopilot.ruled import ruled_for
@@ -75,7 +76,9 @@ class AboutRank:
 
 def about_node(world: World, policy: Policy, node: Node, now: float) -> AboutNode:
     alarms = ruled_for(world, policy, node.name, now)
-    serious = [one.alarm for one in alarms if one.alarm.severity >= Severity.WARNING]
+    # An alert from outside can be about anything. Only a rule says that it matters here.
+    about_it = [one.alarm for one in alarms if one.rule is not None or not one.alarm.check.startswith(PREFIX)]
+    serious = [alarm for alarm in about_it if alarm.severity >= Severity.WARNING]
     trouble = f"{serious[0].check} on {serious[0].subject}: {serious[0].text}" if serious else ""
     facts = NodeFacts(
         state=node.state,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from migrator.autopilot.model import OUT, Move, MoveState, Severity, World
+from migrator.autopilot.model import OUT, Action, Move, MoveState, Severity, World
 from migrator.autopilot.policy import Policy
 
 
@@ -20,12 +20,17 @@ def node_brake(world: World, policy: Policy, now: float) -> str:
 
 
 def systematic(world: World, policy: Policy, now: float) -> str:
-    """Why the trouble looks like a common cause, which moving ranks would not cure. Empty: it does not."""
+    """Why the trouble looks like a common cause, which moving ranks would not cure. Empty: it does not.
+
+    Alarms that no rule acts on do not count: a common warning from outside must not keep ranks on failing nodes.
+    """
     window = policy.breaker.window_s
     where: dict[str, set[str]] = {}
     for alarm in world.alarms:
         if alarm.severity >= Severity.WARNING and now - alarm.since_unix_s <= window:
-            where.setdefault(alarm.check, set()).add(alarm.node)
+            rule = policy.rule_for(alarm)
+            if rule is not None and rule.action is not Action.OBSERVE:
+                where.setdefault(alarm.check, set()).add(alarm.node)
     for check, nodes in sorted(where.items()):
         if len(nodes) >= policy.breaker.same_alarm_nodes:
             return f"{check} was raised on {len(nodes)} nodes within {window:.0f} s: that looks systematic"

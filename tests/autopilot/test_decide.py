@@ -193,6 +193,29 @@ def test_same_alarm_on_many_nodes_stops_everything() -> None:
     assert systematic(world(*nodes, *alarms[:2]), acting(), NOW) == ""
 
 
+def test_common_alarm_that_no_rule_acts_on_stops_nothing() -> None:
+    one = rank(0, "node-0")
+    nodes = [node(f"node-{n}", state=TAINTED if n == 0 else S.HEALTHY) for n in range(12)]
+    clocks = [alarm(f"node-{n}", "webhook-ClockSkew", severity=Severity.WARNING) for n in range(1, 4)]
+    there = world(*nodes, node("spare-1"), one, alarm("node-0"), *clocks)
+    acts = {"name": "gpu", "checks": ["gpu-*"], "action": "move"}
+    watches = {"name": "clock", "checks": ["webhook-*"], "severity": "notice", "action": "observe"}
+    for rules in ([acts], [acts, watches]):
+        assert decisions(there, acting(rules=rules))[one.uid][0] is RankDecision.MOVE
+    for action in ("taint", "move", "drain"):
+        by = acting(rules=[acts, {**watches, "action": action}])
+        assert decisions(there, by)[one.uid][0] is RankDecision.ALERT
+
+
+def test_alert_from_outside_makes_a_node_suspect_only_by_a_rule() -> None:
+    there = world(node("spare-1"), alarm("spare-1", "webhook-DiskFills", severity=Severity.WARNING))
+    watches = {"name": "disk", "checks": ["webhook-Disk*"], "severity": "warning", "action": "observe"}
+    for rules, decision in (([], NodeDecision.KEEP), ([watches], NodeDecision.SUSPECT)):
+        assert about_node(there, acting(rules=rules), there.nodes["spare-1"], NOW).decision is decision
+    own = world(node("spare-1"), alarm("spare-1", "disk-full", severity=Severity.WARNING))
+    assert about_node(own, acting(rules=[]), own.nodes["spare-1"], NOW).decision is NodeDecision.SUSPECT
+
+
 def test_undone_moves_of_different_ranks_look_systematic() -> None:
     undone = [move(rank(n, "node-2", job=f"j{n}"), "spare-1", MoveState.UNDONE, 10) for n in range(3)]
     assert "3 moves were undone" in systematic(world(*undone), acting(), NOW)

@@ -39,6 +39,7 @@ def post(url: str, token: str, body: Any) -> Any:
 def test_signal_from_outside_makes_a_node_suspect_until_it_is_cleared(
     pilots: PilotCluster, policy: Path, tmp_path: Path
 ) -> None:
+    policy.write_text('[[rules]]\nname = "outside"\nchecks = ["webhook-*"]\nseverity = "warning"\naction = "observe"\n')
     senders = tmp_path / "senders"
     senders.touch(mode=0o600)
     senders.write_text(f"monitoring {'s' * 32}\n")
