@@ -78,6 +78,7 @@ def test_rank_leaves_a_failing_node_by_itself_and_returns_after_the_repair(pilot
     pilot.finish(job)
 
 
+@pytest.mark.sampled(1, group="a killed autopilot")
 def test_autopilot_killed_between_intent_and_move_does_nothing_twice(pilot: Pilot) -> None:
     job = pilot.job()
     pilot.start()
@@ -99,6 +100,7 @@ def test_autopilot_killed_between_intent_and_move_does_nothing_twice(pilot: Pilo
     pilot.finish(job)
 
 
+@pytest.mark.sampled(1, group="a killed autopilot")
 def test_autopilot_killed_during_a_move_finds_out_how_it_ended(pilot: Pilot) -> None:
     job = pilot.job()
     pilot.start()
@@ -115,6 +117,7 @@ def test_autopilot_killed_during_a_move_finds_out_how_it_ended(pilot: Pilot) -> 
     pilot.finish(job)
 
 
+@pytest.mark.sampled(1, group="a killed autopilot")
 def test_leader_killed_during_a_move_another_autopilot_settles_it(
     pilot: Pilot, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def without_hardware(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     return clocks
 
 
+@pytest.mark.sampled(1, group="a quiet day")
 async def test_a_day_of_noise_taints_nothing_and_moves_nothing(
     tmp_path: Path, without_hardware: Clocks, pytestconfig: pytest.Config
 ) -> None:
@@ -148,6 +149,7 @@ async def test_a_day_of_noise_taints_nothing_and_moves_nothing(
     assert kinds == {"signal", "state"}
 
 
+@pytest.mark.sampled(1, group="a quiet day")
 async def test_one_fault_on_such_a_day_is_found(
     tmp_path: Path, without_hardware: Clocks, pytestconfig: pytest.Config
 ) -> None:

@@ -78,6 +78,7 @@ def all_seen(pilots: PilotCluster) -> bool:
     return all(pilots[node].called("GetHealth") for node in NODES)
 
 
+@pytest.mark.sampled(1, group="fail-over")
 def test_when_the_leader_is_killed_another_one_acts_within_seconds(
     pilots: PilotCluster, start: Callable[..., Pilot], migrator: Migrator, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +134,7 @@ def test_when_the_leader_is_killed_another_one_acts_within_seconds(
     assert migrator("report", "verify", "--state", str(third.state), "--json").json["valid"]
 
 
+@pytest.mark.sampled(1, group="fail-over")
 def test_leader_that_was_stopped_and_etcd_that_was_restarted(
     pilots: PilotCluster, start: Callable[..., Pilot], etcd: EtcdServer
 ) -> None:
@@ -166,6 +168,7 @@ def test_leader_that_was_stopped_and_etcd_that_was_restarted(
     assert sorted(node.partition("-")[0] for node in pilots.places().values()) == ["spare", "spare"]
 
 
+@pytest.mark.sampled(1, group="fail-over")
 def test_leaders_that_stand_still_during_a_move_do_not_go_on_with_it(
     pilots: PilotCluster, start: Callable[..., Pilot], migrator: Migrator
 ) -> None:
