@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from migrator.autopilot.model import Gpu, Move, MoveState, Node, NodeState, Rank, World
 from migrator.autopilot.policy import Policy
@@ -30,7 +31,7 @@ KEPT_S = 3600.0
 SHOWS_S = 30.0
 #: A node reads its GPUs every second, so what it says so soon after a move may be older than the move.
 STALE_S = 2.0
-#: Nodes that are tried, those that fit best first: with a thousand nodes and many ranks this must end within a second.
+#: Nodes that are tried, those where most is free first: with a thousand nodes and many ranks this must end within a second.
 TRIED = 16
 
 
@@ -121,12 +122,18 @@ def plan(
         and not too_few_gpus(node, source, rank)
         and not failed(rank, name)
     ]
-    found: list[tuple[bool, int, int, Node, list[Rank]]] = []
-    for order, node in enumerate(sorted(usable, key=lambda node: preference(node, source))):
+    sources = {move.source for move in room}
+
+    def promising(node: Node) -> tuple[Any, ...]:
+        """Room that was made already first, then where most is free, so that few must leave."""
+        return node.name not in sources, -sum(gpu.free for gpu in node.gpus), preference(node, source)
+
+    found: list[tuple[bool, int, tuple[Any, ...], Node, list[Rank]]] = []
+    for node in sorted(usable, key=promising):
         gone = {move.rank_uid for move in room if move.source == node.name}
         chosen = _fewest(world, rank, node, lower.get(node.name, []), gone, may_leave, held)
         if chosen is not None:
-            found.append((not gone, len(chosen), order, node, chosen))
+            found.append((not gone, len(chosen), preference(node, source), node, chosen))
         if len(found) == TRIED:
             break
     if not found:

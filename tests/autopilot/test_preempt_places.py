@@ -1,0 +1,36 @@
+"""Which place is freed for a rank, and who gets a place that was freed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from migrator.autopilot.facts import about_ranks
+from migrator.autopilot.model import MoveState, World
+from migrator.autopilot.policy import Policy
+from tests.autopilot.worlds import NOW, TAINTED, acting, alarm, gpu, move, node, rank, world
+
+
+def half(name: str) -> Any:
+    """A node with two GPUs, one of them free."""
+    return node(name, gpus=(gpu(name, 0), gpu(name, 1, free=False)), driver="580.1")
+
+
+def moves(there: World, by: Policy) -> dict[str, str]:
+    return {about.rank.job: about.target for about in about_ranks(there, by, NOW) if about.target}
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["nothing freed yet", "one place freed"])
+def test_node_where_fewest_leave_is_found_among_many(made: bool) -> None:
+    """One rank must leave z, and two must leave any of the others, which are preferred otherwise: they are used up more."""
+    big = rank(0, "node-1", "gpt", gpus=(0, 1))
+    parts: list[Any] = [node("node-1", 2, state=TAINTED), alarm("node-1"), big, half("spare-1"), half("spare-2")]
+    for number in range(20):
+        name = f"a{number:02d}"
+        parts += [node(name, 2), *(rank(index, name, f"low{number}-{index}", gpus=(index,)) for index in range(2))]
+    parts += [half("z"), rank(99, "z", "lowz", gpus=(1,))]
+    if made:
+        parts.append(move(rank(98, "z", "gone", gpus=(0,)), "spare-9", MoveState.MOVED, 60, makes_room_for=big.uid))
+    by = acting(spares={"preempt": "move"}, jobs=[{"job": "gpt", "priority": 10}])
+    assert moves(world(*parts), by) == {"lowz": "spare-1"}
