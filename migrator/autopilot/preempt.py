@@ -74,11 +74,10 @@ def held_places(world: World, ranks: Iterable[Rank], now: float) -> list[Move]:
         if not rank.moving and (rank.uid, rank.node) not in moving
         for move in made_room(world, rank, now)[:1]
     ]
-    return [taking(rank, move.source) for rank, move in freed]
+    return [_taking(rank, move.source) for rank, move in freed]
 
 
-def taking(rank: Rank, target: str) -> Move:
-    """The move with which a rank will take a place."""
+def _taking(rank: Rank, target: str) -> Move:
     return Move(
         id="held",
         rank_uid=rank.uid,
@@ -250,5 +249,5 @@ def _targets(
         if rank.uid not in placement.targets:
             return targets, placement.reason
         targets[rank.uid] = placement.targets[rank.uid]
-        world = replace(world, moves=(*world.moves, taking(rank, targets[rank.uid])))
+        world = replace(world, moves=(*world.moves, _taking(rank, targets[rank.uid])))
     return targets, ""
