@@ -32,7 +32,7 @@ from migrator.autopilot.model import (
 )
 from migrator.autopilot.outside import PREFIX
 from migrator.autopilot.policy import Policy
-from migrator.autopilot.preempt import SHOWS_S, STALE_S, Plan, held_places, made_room, names_of, plan
+from migrator.autopilot.preempt import SHOWS_S, STALE_S, Plan, held_places, made_room, names_of, plan, taking
 from migrator.autopilot.ruled import ruled_for
 from migrator.autopilot.spares import Placement, place
 
@@ -122,14 +122,18 @@ def about_ranks(world: World, policy: Policy, now: float) -> list[AboutRank]:
     for (_, order, _), members in groups:
         ranks = [rank for rank, _ in members]
         placement = _placed(world, policy, order, ranks, now, _held(world, policy, all_leaving, ranks, now))
+        reserved = {
+            rank.uid: taking(rank, placement.targets[rank.uid]) for rank in ranks if rank.uid in placement.targets
+        }
         for rank, why in members:
             decided = [_about_rank(world, policy, rank, why, placement, now)]
             if decided[0].decision is RankDecision.ALERT and rank.uid not in placement.targets:
-                decided = _make_room(world, policy, decided[0], all_leaving, now)
+                decided = _make_room(world, policy, decided[0], all_leaving, list(reserved.values()), now)
             found += decided
             for about in decided:
                 if about.decision is RankDecision.MOVE:
                     world = with_move(world, about, "planned", now)
+                    reserved.pop(about.rank.uid, None)
     return found
 
 
@@ -283,9 +287,11 @@ def _about_rank(
 # ---------------------------------------------------------------------- making room
 
 
-def _make_room(world: World, policy: Policy, about: AboutRank, leaving: list[Rank], now: float) -> list[AboutRank]:
+def _make_room(
+    world: World, policy: Policy, about: AboutRank, leaving: list[Rank], reserved: list[Move], now: float
+) -> list[AboutRank]:
     """What to do about a rank that fits on no spare: it takes a place that was freed for it, or ranks of a lower priority
-    are moved out of its way first, if the policy allows that."""
+    are moved out of its way first, if the policy allows that. `reserved`: places of other ranks that leave its node."""
     rank, why = about.rank, about.why
     order = next((order for order in world.orders if order.id == why.order), None)
     if policy.spares.preempt == "never" or policy.spares.gang == "require":
@@ -296,7 +302,7 @@ def _make_room(world: World, policy: Policy, about: AboutRank, leaving: list[Ran
     if would.decision is not RankDecision.MOVE:
         return [about]  # something else keeps it where it is
     failed, room = _failed(world, policy, now), made_room(world, rank, now)
-    held = [one for one in _held(world, policy, leaving, [rank], now) if one.rank_uid != rank.uid]
+    held = [*reserved, *(one for one in _held(world, policy, leaving, [rank], now) if one.rank_uid != rank.uid)]
     freed = {move.source for move in room if move.state is MoveState.MOVED and move.source in world.nodes}
     if freed:
         placed = place(world, [rank], policy.spares, only=freed, avoid=failed, held=held)

@@ -74,10 +74,11 @@ def held_places(world: World, ranks: Iterable[Rank], now: float) -> list[Move]:
         if not rank.moving and (rank.uid, rank.node) not in moving
         for move in made_room(world, rank, now)[:1]
     ]
-    return [_taking(rank, move.source) for rank, move in freed]
+    return [taking(rank, move.source) for rank, move in freed]
 
 
-def _taking(rank: Rank, target: str) -> Move:
+def taking(rank: Rank, target: str) -> Move:
+    """A place that a rank will take, as a move that is not intended yet."""
     return Move(
         id="held",
         rank_uid=rank.uid,
@@ -249,5 +250,5 @@ def _targets(
         if rank.uid not in placement.targets:
             return targets, placement.reason
         targets[rank.uid] = placement.targets[rank.uid]
-        world = replace(world, moves=(*world.moves, _taking(rank, targets[rank.uid])))
+        world = replace(world, moves=(*world.moves, taking(rank, targets[rank.uid])))
     return targets, ""

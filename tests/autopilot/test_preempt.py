@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from migrator.autopilot.decide import RankDecision
@@ -20,6 +20,7 @@ from tests.autopilot.conftest import PilotCluster
 from tests.autopilot.test_engine import alerts, results, running, until
 from tests.autopilot.worlds import GIB, NOW, TAINTED, acting, alarm, gpu, move, node, rank, world
 from tests.cli.conftest import Migrator, a_rank
+from tests.sampling import DRAWN, examples
 
 #: Two GPUs that fail on node-1. node-2 has two, one of them used by `low`. spare-1 has two, one of them used by others.
 BIG = rank(3, "node-1", "gpt", gpus=(0, 1))
@@ -371,6 +372,7 @@ def crowded(draw: st.DrawFn) -> World:
     return world(*nodes, *ranks, alarm("node-1"))
 
 
+@settings(DRAWN, max_examples=examples(1600))
 @given(crowded())
 def test_every_displacement_is_safe(there: World) -> None:
     by = policy(
