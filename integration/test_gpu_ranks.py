@@ -256,8 +256,13 @@ def test_rank_waits_frozen_until_its_gpu_has_room(lab: GpuCluster) -> None:
     assert asked.code == UNDONE, f"{asked.answer}{asked.errors}"
     assert asked.answer["where"] == "frozen on source"
     assert "device memory" in asked.answer["reason"]
-    waiting = json.loads(lab.cluster.migrator("status", "--json").stdout)["moves"]
-    assert any("device memory" in move["waiting_for"] for move in waiting), waiting
+
+    def says_why() -> bool:
+        """Not at every moment: while it tries again, it waits for nothing."""
+        waiting = json.loads(lab.cluster.migrator("status", "--json").stdout)["moves"]
+        return any("device memory" in move["waiting_for"] for move in waiting)
+
+    until("status to say what the rank waits for", says_why)
     before = job.lines()
     hog.kill()
     until("the rank to continue", lambda: len(job.lines()) > len(before) + 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
@@ -39,8 +40,9 @@ def network_process(nodes: Cluster, node: str) -> int:
 
     def found() -> int | None:
         for child in Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split():
-            if Path(f"/proc/{child}/comm").read_text() == "snapshotd-net\n":
-                return int(child)
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a child that has just ended
+                if Path(f"/proc/{child}/comm").read_text() == "snapshotd-net\n":
+                    return int(child)
         return None
 
     return int(until(f"the network process of {node}", found))
