@@ -4,7 +4,7 @@
 again only if the outcome of the move is ABORT. The target's copy is restored "held" and may run only if the outcome is
 COMMIT. The outcome is one write-once record in the source daemon's journal. It is on disk before either copy may run. What
 can overrule it is listed below, and keeps the invariant. "Runs" means the job's own code: in a held copy only threads of the
-CUDA driver and of the shim run, to refill device memory and to build communicators.
+CUDA driver, the shim and NCCL run, to refill device memory and to build communicators.
 
 **Participants.** The *driver* (`migrator/driver/`, part of `migrator move`) asks for the steps of TABLE in order and decides
 nothing. The *source* daemon has the rank and writes the outcome. The *target* daemon receives the rank. *Peers* are the

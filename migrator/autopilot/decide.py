@@ -112,7 +112,7 @@ def straggler_waits(facts: StragglerFacts) -> tuple[str, str]:
 
 class RankDecision(StrEnum):
     STAY = "stay"
-    WAIT = "wait"  # it must leave, but not now; nobody needs to do anything
+    WAIT = "wait"  # it must leave, but not now; no action is needed
     ALERT = "alert"  # it must leave and cannot: a person must look
     MOVE = "move"
 

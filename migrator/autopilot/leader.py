@@ -87,7 +87,7 @@ class Term:
 
 
 def current(etcd: Etcd, key: bytes) -> str:
-    """Who leads; "" for nobody. Blocks."""
+    """Who leads; "" if there is no leader. Blocks."""
     found = etcd.get(key)
     return "" if found is None else found.value.decode(errors="replace")
 
@@ -98,11 +98,11 @@ def elect(etcd: Etcd, key: bytes) -> Term | str:
         return found
     asked_s = now_s()
     lease = etcd.grant(TTL_S)
-    nobody = pb.Compare(target=pb.Compare.CREATE, key=key, create_revision=0)
+    vacant = pb.Compare(target=pb.Compare.CREATE, key=key, create_revision=0)
     put = pb.RequestOp(request_put=pb.PutRequest(key=key, value=my_name().encode(), lease=lease))
     get = pb.RequestOp(request_range=pb.RangeRequest(key=key))
     try:
-        answer = etcd.transact(pb.TxnRequest(compare=[nobody], success=[put], failure=[get]))
+        answer = etcd.transact(pb.TxnRequest(compare=[vacant], success=[put], failure=[get]))
     except Gone:  # the lease has expired meanwhile
         return ""
     fence = answer.header.revision

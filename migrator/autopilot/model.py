@@ -36,7 +36,7 @@ class NodeState(StrEnum):
     TAINTED = "tainted"  # by a rule or an operator, until an operator ends it
     DRAINING = "draining"  # its ranks are being moved away
     DRAINED = "drained"  # no rank is left
-    REPAIRING = "repairing"  # drained, and then silent: somebody works on it
+    REPAIRING = "repairing"  # drained, and then silent: it is being worked on
     VALIDATING = "validating"  # `migrator return` examines it
     RETURNED = "returned"  # passed the validation; healthy after a probation without alarms
 

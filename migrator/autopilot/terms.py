@@ -108,7 +108,7 @@ class Terms:
                         elected = await asyncio.to_thread(leader.elect, self._history.etcd, self._history.leader_key)
                         if isinstance(elected, Term):
                             return elected
-                        self._say(f"stands by: {elected or 'nobody'} leads")
+                        self._say(f"stands by: {elected or 'no autopilot'} leads")
                     except SnapshotError as error:
                         self._say(f"cannot lead: {error.message}")
                 with contextlib.suppress(TimeoutError):

@@ -52,7 +52,7 @@ async def _run(command: list[str], timeout_s: float) -> list[str]:
             output, _ = await process.communicate()
     except TimeoutError:
         return [f"{command[0]} did not end within {timeout_s:.0f} s"]
-    finally:  # also if this task was cancelled: nobody would read its result
+    finally:  # also if this task was cancelled: its result would not be read
         if process.returncode is None:
             process.kill()
             await process.wait()

@@ -46,7 +46,7 @@ def add_policy(parser: argparse.ArgumentParser, *, required: bool = False) -> No
 
 
 def folder(options: argparse.Namespace, cluster: Cluster | None) -> Path:
-    """The state's folder. All users of a machine get the same one, so that a taint is never written where nobody reads it."""
+    """The state's folder. All users of a machine get the same one, so that a taint is never written where it is not read."""
     if options.state is not None:
         return Path(options.state).expanduser().absolute()
     if named := os.environ.get("MIGRATOR_STATE"):

@@ -67,7 +67,7 @@ class Exporter:
         return await self._reader.run(lambda: self._parsed(body), LIMIT_S)
 
     def _must_be_trusted(self, port: int) -> None:
-        """Raises Unable if a listener on this port belongs to somebody else, or if there is none."""
+        """Raises Unable if a listener on this port belongs to another user, or if there is none."""
         owners = {owner for name in ("tcp", "tcp6") for owner in _owners(self._root / "proc/net" / name, port)}
         if not owners:
             raise Unable(f"{self.url} cannot be reached: no process listens there")

@@ -4,7 +4,7 @@ A program exits with 0 if all is well, with 1 for a warning, with 2 for a critic
 JSON object with any of "text", "remedy", "subject", "severity" (notice, warning, critical) and "value". Everything else, such
 as another exit code, means that it could not find out.
 
-Invariant: only files that nobody but root can change are executed: the daemon is root.
+Invariant: only files that no user but root can change are executed: the daemon is root.
 """
 
 from __future__ import annotations

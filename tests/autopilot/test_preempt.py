@@ -241,7 +241,7 @@ def test_fewest_ranks_leave_and_one_of_a_job_at_a_time() -> None:
     both = about_ranks(world(*parts), free, NOW)
     assert [one.decision.value for one in both] == ["move", "move", "wait"]
     assert {one.target for one in both[:2]} == {"spare-1", "spare-2"}
-    # The first one has left, the second one follows, and nobody else.
+    # The first one has left, the second one follows, and no other one.
     done = after(world(*parts), found[0])
     later = about_ranks(done, by, NOW)
     assert [(one.rank.job, one.rank.rank, one.decision.value) for one in later] == [

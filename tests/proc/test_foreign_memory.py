@@ -52,7 +52,7 @@ def silent(tmp_path: Path) -> Iterator[Silent]:
 
     yield start
     for program in started:
-        os.killpg(program.pid, signal.SIGKILL)  # with its server: whoever waits for a page gets an error
+        os.killpg(program.pid, signal.SIGKILL)  # with its server: a process that waits for a page gets an error
         program.communicate()
 
 

@@ -128,7 +128,7 @@ class App:
         )
 
     async def certificate(self, request: Request) -> Response:
-        """Says whose certificate the browser has shown, so that the page can offer it for the login. It logs nobody in."""
+        """Says whose certificate the browser has shown, so that the page can offer it for the login. It is not a login."""
         return JSONResponse({"operator": self._shown(request)})
 
     async def operator(self, request: Request) -> Response:
