@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.connections import Endpoints
 from integration.drill import Drill
 from integration.gpu_nodes import GpuCluster
 from integration.harness import Cluster, cluster
@@ -70,3 +71,10 @@ def drill(nodes: Cluster) -> Iterator[Drill]:
     made = Drill(nodes)
     yield made
     made.close()
+
+
+@pytest.fixture
+def ends(nodes: Cluster, request: pytest.FixtureRequest) -> Iterator[Endpoints]:
+    made = Endpoints(nodes, "c" + request.node.name.translate(str.maketrans("[]-_", "....")).replace(".", "")[5:40])
+    yield made
+    made.until.touch()
