@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from migrator.autopilot.decide import (
@@ -31,8 +31,9 @@ from migrator.autopilot.model import (
     cause_class,
 )
 from migrator.autopilot.outside import PREFIX
+from migrator.autopilot.placing import failed_there, held_from, placed, targets_of
 from migrator.autopilot.policy import Policy
-from migrator.autopilot.preempt import SHOWS_S, STALE_S, Plan, held_places, made_room, names_of, plan, taking
+from migrator.autopilot.preempt import SHOWS_S, STALE_S, Plan, made_room, names_of, plan, taking
 from migrator.autopilot.ruled import ruled_for
 from migrator.autopilot.spares import Placement, place
 
@@ -121,11 +122,14 @@ def about_ranks(world: World, policy: Policy, now: float) -> list[AboutRank]:
     all_leaving = [rank for members in leaving.values() for rank, _ in members]
     for (_, order, _), members in groups:
         ranks = [rank for rank, _ in members]
-        placement = _placed(world, policy, order, ranks, now, _held(world, policy, all_leaving, ranks, now))
+        placements = placed(world, policy, order, ranks, all_leaving, now)
         reserved = {
-            rank.uid: taking(rank, placement.targets[rank.uid]) for rank in ranks if rank.uid in placement.targets
+            rank.uid: taking(rank, target)
+            for rank in ranks
+            if (target := placements[rank.uid].targets.get(rank.uid)) is not None
         }
         for rank, why in members:
+            placement = placements[rank.uid]
             decided = [_about_rank(world, policy, rank, why, placement, now)]
             if decided[0].decision is RankDecision.ALERT and rank.uid not in placement.targets:
                 decided = _make_room(world, policy, decided[0], all_leaving, list(reserved.values()), now)
@@ -209,39 +213,6 @@ def concerns(alarm: Alarm, rank: Rank) -> bool:
     return True
 
 
-def _targets_of(order: Order | None, rank: Rank) -> tuple[str, ...]:
-    """The nodes that an order names for a rank."""
-    return () if order is None else (rank.home,) if order.brings_back else order.targets
-
-
-def _failed(world: World, policy: Policy, now: float) -> Callable[[Rank, str], bool]:
-    """Whether a move of the rank to that node has just failed. The node is avoided for a while."""
-    recently = recent(world.moves, now, policy.breaker.back_off_s)
-    failed = {(move.rank_uid, move.source, move.target) for move in recently if move.state in FAILED}
-    return lambda rank, target: (rank.uid, rank.node, target) in failed
-
-
-def _held(world: World, policy: Policy, leaving: list[Rank], ranks: list[Rank], now: float) -> list[Move]:
-    """The places that were freed for other ranks, and that these ranks do not get: those of a higher priority do."""
-    highest = max(policy.job_for(rank).priority for rank in ranks)
-    before = [one for one in leaving if policy.job_for(one).priority >= highest]
-    return held_places(world, before, now)
-
-
-def _placed(world: World, policy: Policy, order_id: int, ranks: list[Rank], now: float, held: list[Move]) -> Placement:
-    """Where the ranks of a node go that are not on their way yet. An order brings all of them back to the same node."""
-    order = next((order for order in world.orders if order.id == order_id), None)
-    on_their_way = {(move.rank_uid, move.source) for move in world.running}
-    return place(
-        world,
-        [rank for rank in ranks if (rank.uid, rank.node) not in on_their_way and not rank.moving],
-        policy.spares,
-        only=_targets_of(order, ranks[0]),
-        avoid=_failed(world, policy, now),
-        held=held,
-    )
-
-
 def _about_rank(
     world: World,
     policy: Policy,
@@ -301,13 +272,13 @@ def _make_room(
     would = _about_rank(world, policy, rank, why, Placement({rank.uid: "a place"}, ""), now)
     if would.decision is not RankDecision.MOVE:
         return [about]  # something else keeps it where it is
-    failed, room = _failed(world, policy, now), made_room(world, rank, now)
-    held = [*reserved, *(one for one in _held(world, policy, leaving, [rank], now) if one.rank_uid != rank.uid)]
+    failed, room = failed_there(world, policy, now), made_room(world, rank, now)
+    held = [*reserved, *(one for one in held_from(world, policy, leaving, [rank], now) if one.rank_uid != rank.uid)]
     freed = {move.source for move in room if move.state is MoveState.MOVED and move.source in world.nodes}
     if freed:
-        placed = place(world, [rank], policy.spares, only=freed, avoid=failed, held=held)
-        if target := placed.targets.get(rank.uid):
-            there = Placement(placed.targets, f"room was made for it on {target}")
+        fits = place(world, [rank], policy.spares, only=freed, avoid=failed, held=held)
+        if target := fits.targets.get(rank.uid):
+            there = Placement(fits.targets, f"room was made for it on {target}")
             return [_about_rank(world, policy, rank, why, there, now)]
     fresh = [move for move in room if not move.ended_unix_s or now - move.ended_unix_s <= SHOWS_S]
     for move in fresh:
@@ -319,7 +290,7 @@ def _make_room(
         policy,
         rank,
         now,
-        only={move.source for move in fresh} or _targets_of(order, rank),
+        only={move.source for move in fresh} or targets_of(order, rank),
         may_leave=lambda one: (
             one not in leaving and _may_make_room(world, policy, one, _out_of_the_way(policy, one, about), now)
         ),

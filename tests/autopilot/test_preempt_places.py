@@ -34,3 +34,19 @@ def test_node_where_fewest_leave_is_found_among_many(made: bool) -> None:
         parts.append(move(rank(98, "z", "gone", gpus=(0,)), "spare-9", MoveState.MOVED, 60, makes_room_for=big.uid))
     by = acting(spares={"preempt": "move"}, jobs=[{"job": "gpt", "priority": 10}])
     assert moves(world(*parts), by) == {"lowz": "spare-1"}
+
+
+def test_lower_priority_takes_no_freed_place_beside_a_higher_one() -> None:
+    """A place on node-9 was freed for mid. hi may take it, and lo may not, also if both leave the same node."""
+    mid, high, low = (
+        rank(0, "node-2", "mid", gpus=(0,)),
+        rank(1, "node-1", "hi", gpus=(0,)),
+        rank(2, "node-1", "lo", gpus=(1,)),
+    )
+    freed = move(rank(9, "node-9", "gone", gpus=(0,)), "spare-9", MoveState.MOVED, 60, makes_room_for=mid.uid)
+    parts: list[Any] = [node(name, 2, state=TAINTED) for name in ("node-1", "node-2")]
+    parts += [alarm("node-1"), alarm("node-2"), half("node-9"), half("node-7"), mid, low, freed]
+    jobs = [{"job": "hi", "priority": 10}, {"job": "mid", "priority": 5}]
+    by = acting(spares={"preempt": "move", "floating": True}, jobs=jobs, breaker={"nodes_percent": 80, "moves": 9})
+    assert moves(world(*parts, high), by) == {"hi": "node-7", "mid": "node-9"}
+    assert moves(world(*parts), by)["mid"] in ("node-7", "node-9")
