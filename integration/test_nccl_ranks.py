@@ -41,6 +41,18 @@ def test_either_of_two_ranks_moves_there_and_back(nodes: Cluster, moved: int) ->
 
 
 @pytest.mark.sampled(1, group="NCCL jobs")
+def test_copy_sends_what_others_wait_for_after_it_has_its_own_result(nodes: Cluster) -> None:
+    """The held copy is the last to send in the all-reduce that ends its attachment, after the shim has seen its result."""
+    job = NcclJob(nodes, [SOURCE, PEER])
+    job.await_lines(5)
+    job.fault(1, "allreduce.send:1:*:slow")
+    for to in (TARGET, PEER):
+        nodes.move(job.ranks[1], to, rank=1)
+    job.fault(1, "")
+    job.ends_well()
+
+
+@pytest.mark.sampled(1, group="NCCL jobs")
 def test_rank_of_four_with_splits_and_sends_moves(nodes: Cluster) -> None:
     job = NcclJob(nodes, [SOURCE, SOURCE, PEER, PEER], shape="pairs", pace_s=0.01)
     job.await_lines(5)

@@ -1,8 +1,7 @@
 """The command line: finds the verb and turns the way the program ends into an exit code.
 
 Invariant: `migrator run` becomes a rank's keeper, so nothing heavy is loaded for it (no gRPC, no rich, no cryptography). This
-file and run.py import only the standard library. Every other verb is one short file, and all are loaded with their common
-parser (program.py).
+file and run.py import only the standard library. Every other verb is in one short file, which program.py loads.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own errors say more than gRPC's log lines
         from migrator.cli import program
 
-        return program.main(arguments)
+        return program.main(arguments, arguments[at] if at is not None else "")
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
-from migrator.cli import (
-    autopilot,
-    check,
-    cluster,
-    doctor,
-    drain,
-    health,
-    history,
-    lab,
-    move,
-    nodes,
-    output,
-    pki,
-    policy,
-    proposals,
-    ps,
-    rebalance,
-    recover,
-    report,
-    run,
-    spares,
-    status,
-    taint,
-    watch,
-)
+from migrator.cli import output, run
 from migrator.cli.arguments import Parser, Verbs, add_global_options, exit_codes
 from snapshotd.api import version
 from snapshotd.api.errors import Internal, SnapshotError, Usage
@@ -46,8 +23,34 @@ examples:
   migrator lab up && migrator lab run -- python train.py    try it on a single machine
 """
 
+#: The modules of migrator.cli, each with the verbs that it adds, in the order of the help text.
+MODULES = {
+    "ps": ("ps",),
+    "nodes": ("nodes",),
+    "watch": ("watch",),
+    "doctor": ("doctor",),
+    "health": ("health",),
+    "check": ("check",),
+    "move": ("move",),
+    "status": ("status",),
+    "history": ("history",),
+    "recover": ("recover",),
+    "drain": ("drain", "evacuate", "return", "undrain"),
+    "rebalance": ("rebalance",),
+    "taint": ("taint", "untaint"),
+    "proposals": ("proposals", "approve", "reject"),
+    "spares": ("spares",),
+    "autopilot": ("autopilot",),
+    "policy": ("policy",),
+    "report": ("report",),
+    "cluster": ("cluster",),
+    "lab": ("lab",),
+    "pki": ("pki",),
+}
 
-def parser() -> argparse.ArgumentParser:
+
+def parser(verb: str = "") -> argparse.ArgumentParser:
+    """The parser of all verbs, or of one: loading all of them takes longer than most verbs do."""
     made = Parser(
         prog="migrator",
         description="Move a rank of a running training job to another node, in the middle of a step.",
@@ -59,21 +62,20 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"migrator {version.described()}")
     verbs = Verbs(made)
     verbs.add("run", None, run.SUMMARY)  # only for the list: `run` has its own parser
-    for verb in (ps, nodes, watch, doctor, health, check, move, status, history, recover):
-        verb.add(verbs)
-    for verb in (drain, rebalance, taint, proposals, spares, autopilot, policy, report, cluster, lab, pki):
-        verb.add(verbs)
+    for module, names in MODULES.items():
+        if verb in names or not any(verb in others for others in MODULES.values()):
+            importlib.import_module(f"migrator.cli.{module}").add(verbs)
     return made
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs one verb. Every failure is reported here, once. Returns the exit code."""
+def main(arguments: Sequence[str], verb: str = "") -> int:
+    """Runs the verb that these arguments name. Every failure is reported here, once. Returns the exit code."""
     _prepare_streams()
     debug = os.environ.get("MIGRATOR_DEBUG") == "1"
     logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR, format="%(name)s: %(message)s")
     own, command = _split(arguments)
     try:
-        options = parser().parse_args(own)
+        options = parser(verb).parse_args(own)
         if command is not None and not options.takes_command:
             raise Usage("this verb does not take a command after --", remedy="remove -- and what follows it")
         options.command = command or []

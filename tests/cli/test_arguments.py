@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from migrator.cli import arguments
+from migrator.cli import arguments, program
 from snapshotd.api.errors import BY_CODE, BadConfig, NotFound, Usage
 from tests.cli.conftest import FakeCluster, Migrator
+from tests.repository.test_docs import subparsers
 
 VERBS = (
     ("run",),
@@ -45,6 +46,11 @@ def test_help_names_every_verb_and_every_exit_code(migrator: Migrator) -> None:
         assert f"\n    {verb} " in ran.out
     for error in BY_CODE.values():
         assert f"{error.exit_code:>3}  {error.code} " in ran.out
+
+
+@pytest.mark.parametrize("names", program.MODULES.values(), ids=" ".join)
+def test_a_verb_is_found_without_loading_the_others(names: tuple[str, ...]) -> None:
+    assert set(subparsers(program.parser(names[-1]))) == {"run", *names}
 
 
 def test_exit_codes_are_one_to_one_with_error_codes() -> None:

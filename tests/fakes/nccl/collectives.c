@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "communicator.h"
+#include "faults.h"
 
 /* The blocks to and from one peer. */
 struct block {
@@ -141,7 +142,10 @@ static ncclResult_t run_reduction(struct run *run)
 		}
 		if (operation->opcode == OP_ALLREDUCE || is_root)
 			copy(at(operation->recvbuff, begins[comm->rank] * run->element), reduced, mine * run->element);
-		result = exchange(run);
+		if (operation->opcode == OP_ALLREDUCE)
+			result = fault_at("allreduce.send", comm->rank, comm);
+		if (result == ncclSuccess)
+			result = exchange(run);
 	}
 	free(reduced);
 	free(scaled);

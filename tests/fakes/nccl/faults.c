@@ -2,8 +2,9 @@
  *
  * Each holds entries "point:rank:count:action" separated by commas or white space. Point: a call in lower case without
  * "nccl" and "Comm" (getuniqueid, init, split, shrink, finalize, destroy, abort, allreduce, send, …), or an operation
- * with ".run" (allreduce.run) for the moment when it is executed. Rank: a number or *. Count: which time the point is
- * passed since the entry was first seen (1, 2, …), or * for always. Action: hang, crash (SIGKILL), fail (ncclSystemError),
+ * with ".run" (allreduce.run) for the moment when it is executed, or allreduce.send for the moment when the rank has its
+ * own part of the result and has not sent it. Rank: a number or *. Count: which time the point is passed since the entry
+ * was first seen (1, 2, …), or * for always. Action: hang, slow (half a second), crash (SIGKILL), fail (ncclSystemError),
  * fail-remote, fail-internal, fail-cuda, fail-usage.
  *
  * Invariant: an entry that cannot be parsed aborts the process, because a test whose fault silently does not happen
@@ -28,6 +29,7 @@
 #define TEXT_BYTES 4096
 #define ENTRY_BYTES 128
 #define LOOK_AGAIN_MS 5
+#define SLOW_MS 500
 #define ALWAYS (-1)
 
 struct fault {
@@ -66,7 +68,7 @@ static void parse(const char *entry, struct fault *fault)
 	size_t i;
 
 	if (sscanf(entry, "%47[^:]:%15[0-9*]:%15[0-9*]:%23[a-z-]%c", fault->point, rank, count, fault->action, &rest) == 4) {
-		known = !strcmp(fault->action, "hang") || !strcmp(fault->action, "crash");
+		known = !strcmp(fault->action, "hang") || !strcmp(fault->action, "slow") || !strcmp(fault->action, "crash");
 		for (i = 0; i < sizeof(failures) / sizeof(*failures); i++)
 			known = known || !strcmp(fault->action, failures[i].action);
 		fault->rank = *rank == '*' ? ALWAYS : atoi(rank);
@@ -165,7 +167,7 @@ static bool due(const char *point, int rank, char *entry, struct fault *fault)
 
 ncclResult_t fault_at(const char *point, int rank, const struct ncclComm *comm)
 {
-	const struct timespec pause = {.tv_nsec = LOOK_AGAIN_MS * 1000000};
+	const struct timespec pause = {.tv_nsec = LOOK_AGAIN_MS * 1000000}, slow = {.tv_nsec = SLOW_MS * 1000000};
 	char entry[ENTRY_BYTES];
 	struct fault fault;
 	size_t i;
@@ -176,6 +178,10 @@ ncclResult_t fault_at(const char *point, int rank, const struct ncclComm *comm)
 		return ncclSuccess;
 	if (!strcmp(fault.action, "crash"))
 		kill(getpid(), SIGKILL);
+	if (!strcmp(fault.action, "slow")) {
+		nanosleep(&slow, NULL);
+		return ncclSuccess;
+	}
 	if (!strcmp(fault.action, "hang")) {
 		while (wished(entry)) {
 			if (comm && atomic_load(&comm->stopped))
