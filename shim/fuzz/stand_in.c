@@ -189,8 +189,9 @@ int real_load_fresh(char *message, size_t room)
 	return ELIBACC;
 }
 
-int threads_inside(uint64_t from, uint64_t to)
+int threads_inside(uint64_t from, uint64_t to, int *unseen)
 {
+	(void)unseen;
 	(void)from;
 	(void)to;
 	return 0;

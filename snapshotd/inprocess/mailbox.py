@@ -44,6 +44,8 @@ LOOKS, LOOK_EVERY_S = 6, 0.03
 
 _turns: weakref.WeakValueDictionary[tree.Process, threading.RLock] = weakref.WeakValueDictionary()
 _turns_lock = threading.Lock()
+_control_threads: dict[tree.Process, int] = {}  # where each was found last
+_CONTROL_THREADS_MAX = 4096
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,7 @@ class Connection:
             if look:
                 time.sleep(LOOK_EVERY_S)
             fields = self.fields()
-            if fields.owner == self.inner_pid() and any(
-                inner == fields.thread for _, inner in threads(self.process.pid)
-            ):
+            if fields.owner == self.inner_pid() and self._control_thread(fields.thread):
                 return fields
         raise GpuFailed(
             f"process {self.process.pid} ({name(self.process.pid)}) has no control thread of {LIBRARY}",
@@ -176,10 +176,23 @@ class Connection:
 
     def _wake(self, inner_tid: int) -> None:
         """Signals exactly that thread: after an exec it is gone, and no other thread gets the signal."""
-        pid = self.process.pid
-        tid = next((tid for tid, inner in threads(pid) if inner == inner_tid and tid != pid), 0)
+        tid = self._control_thread(inner_tid)
         if not tid or not self.process.signal_thread(tid, RESERVED_SIGNAL):
             raise self._lost()
+
+    def _control_thread(self, inner_tid: int) -> int:
+        """Its id here; 0 if there is none. The last one found is tried first, because listing hundreds of threads takes
+        longer than the conversation itself."""
+        pid, known = self.process.pid, _control_threads.get(self.process, 0)
+        if known and _inner_tid(pid, known) == inner_tid:
+            return known
+        found = next((tid for tid, inner in threads(pid) if inner == inner_tid and tid != pid), 0)
+        if found:
+            with _turns_lock:
+                if len(_control_threads) >= _CONTROL_THREADS_MAX:
+                    _control_threads.clear()
+                _control_threads[self.process] = found
+        return found
 
     def inner_pid(self) -> int:
         try:
@@ -261,12 +274,19 @@ def ended(pid: int) -> RankGone:
 
 def threads(pid: int) -> list[tuple[int, int]]:
     """The threads of a process: their ids here, and in its own pid namespace."""
-    found = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found.append((int(task), tree.inner_pid(int(task))))
-    return found
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [(task, inner) for task in map(int, tasks) if (inner := _inner_tid(pid, task))]
+
+
+def _inner_tid(pid: int, thread: int) -> int:
+    """The id of one of its threads in its own pid namespace; 0 if the process has no such thread."""
+    try:
+        return status.read(pid, thread).inner_pid
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def name(pid: int) -> str:

@@ -53,10 +53,11 @@ bool maps_next(struct maps *maps, struct mapping *mapping)
 
 	mapping->from = hexadecimal(maps);
 	mapping->to = hexadecimal(maps);
-	mapping->executable = false;
+	mapping->readable = mapping->executable = false;
 	for (int field = 1; field < 5; field++)
 		do {
 			c = next_byte(maps);
+			mapping->readable |= field == 1 && c == 'r';
 			mapping->executable |= field == 1 && c == 'x';
 			if (c < 0)
 				return false;

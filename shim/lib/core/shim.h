@@ -57,7 +57,7 @@ struct maps {
 };
 struct mapping {
 	uintptr_t from, to;
-	bool executable;
+	bool readable, executable;
 	char path[64]; /* its start */
 	char name[32]; /* the start of its last part */
 };

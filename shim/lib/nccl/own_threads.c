@@ -1,8 +1,9 @@
 /* Finds NCCL's own threads by their stacks, because they are named only if NCCL_SET_THREAD_NAME is set.
  *
- * The result decides whether NCCL is completely detached and whether a library can be unloaded, so a false positive is
- * harmless and a false negative is not. Stacks are read through /proc/self/mem, where memory that has just been unmapped
- * is an error and not a fault.
+ * The result decides whether NCCL is completely detached and whether a library can be unloaded. A thread that runs at that
+ * moment has no stack that could be read: it is counted apart, so that the caller can look again. Stacks are read through /proc/self/mem, where memory that has just been unmapped
+ * is an error and not a fault. A stack is read up to the end of its mapping, where the guard of the next one begins: with a
+ * fixed size, hundreds of threads would cost a MiB each.
  */
 #define _GNU_SOURCE
 #include "own_threads.h"
@@ -50,8 +51,7 @@ static uint64_t stack_pointer(int tid)
 	return before ? strtoull(before, NULL, 16) : 0;
 }
 
-/* A thread that runs or cannot be inspected counts. One that has ended does not, nor one that is exiting in the kernel:
- * pthread_join has already returned for it. */
+/* Not one that has ended, nor one that is exiting in the kernel: pthread_join has already returned for it. */
 static bool still_there(int tid)
 {
 	char path[64], text[512] = "", *name_end;
@@ -71,14 +71,69 @@ static bool still_there(int tid)
 	return !gone && !(flags & EXITING);
 }
 
-static bool is_inside(int memory, int tid, uint64_t from, uint64_t to)
-{
-	uint64_t words[512], at = stack_pointer(tid) & ~(uint64_t)7;
+struct range {
+	uint64_t from, to;
+};
+struct ranges {
+	struct range *sorted;
+	size_t count, room;
+};
 
-	if (!at)
-		return still_there(tid);
-	for (uint64_t end = at + DEEPEST_BYTES; at < end; at += sizeof(words)) {
-		ssize_t count = pread(memory, words, sizeof(words), (off_t)at);
+/* The readable mappings; neighbours are one, because a stack may consist of several. Without memory some are missing. */
+static struct ranges readable(void)
+{
+	struct ranges ranges = {0};
+	struct mapping mapping;
+	struct maps maps;
+
+	if (!maps_open(&maps))
+		return ranges;
+	while (maps_next(&maps, &mapping)) {
+		if (!mapping.readable)
+			continue;
+		if (ranges.count && ranges.sorted[ranges.count - 1].to == mapping.from) {
+			ranges.sorted[ranges.count - 1].to = mapping.to;
+			continue;
+		}
+		if (ranges.count == ranges.room) {
+			size_t room = 2 * ranges.room + 256;
+			struct range *sorted = realloc(ranges.sorted, room * sizeof(*sorted));
+
+			if (!sorted)
+				break;
+			ranges.sorted = sorted;
+			ranges.room = room;
+		}
+		ranges.sorted[ranges.count++] = (struct range){mapping.from, mapping.to};
+	}
+	maps_close(&maps);
+	return ranges;
+}
+
+static int compare(const void *key, const void *element)
+{
+	uint64_t at = *(const uint64_t *)key;
+	const struct range *range = element;
+
+	return at < range->from ? -1 : at >= range->to;
+}
+
+/* A stack that was mapped after the list was read is read as far as a stack may reach. */
+static uint64_t stack_end(const struct ranges *ranges, uint64_t at)
+{
+	const struct range *found =
+		ranges->count ? bsearch(&at, ranges->sorted, ranges->count, sizeof(*found), compare) : NULL;
+
+	return found && found->to - at < DEEPEST_BYTES ? found->to : at + DEEPEST_BYTES;
+}
+
+static bool is_inside(int memory, const struct ranges *ranges, uint64_t at, uint64_t from, uint64_t to)
+{
+	uint64_t words[512];
+
+	for (uint64_t end = stack_end(ranges, at); at < end; at += sizeof(words)) {
+		size_t bytes = end - at < sizeof(words) ? end - at : sizeof(words);
+		ssize_t count = pread(memory, words, bytes, (off_t)at);
 
 		if (count <= 0)
 			return false; /* the stack's end */
@@ -89,20 +144,27 @@ static bool is_inside(int memory, int tid, uint64_t from, uint64_t to)
 	return false;
 }
 
-int threads_inside(uint64_t from, uint64_t to)
+int threads_inside(uint64_t from, uint64_t to, int *unseen)
 {
-	int memory = open("/proc/self/mem", O_RDONLY | O_CLOEXEC), inside = memory < 0;
+	int memory = open("/proc/self/mem", O_RDONLY | O_CLOEXEC), inside = 0;
 	DIR *tasks = opendir("/proc/self/task");
+	struct ranges ranges = readable();
 	struct dirent *task;
 
 	while (memory >= 0 && tasks && (task = readdir(tasks))) {
 		int tid = atoi(task->d_name);
+		uint64_t at;
 
-		if (tid > 0 && tid != self_tid() && tid != LOAD(&snapshim_mailbox.thread) && !known(tid) &&
-		    is_inside(memory, tid, from, to))
-			inside++;
+		if (tid <= 0 || tid == self_tid() || tid == LOAD(&snapshim_mailbox.thread) || known(tid))
+			continue;
+		at = stack_pointer(tid) & ~(uint64_t)7;
+		if (at)
+			inside += is_inside(memory, &ranges, at, from, to);
+		else
+			*unseen += still_there(tid);
 	}
-	inside += !tasks;
+	*unseen += !tasks || memory < 0;
+	free(ranges.sorted);
 	if (tasks)
 		closedir(tasks);
 	if (memory >= 0)

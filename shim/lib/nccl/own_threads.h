@@ -4,8 +4,8 @@
 
 #include <stdint.h>
 
-/* How many threads have a return address between the two on their stacks, including threads that cannot be inspected.
- * Threads that call NCCL through the shim are excluded: the gate tracks them. */
-int threads_inside(uint64_t from, uint64_t to);
+/* How many threads have a return address between the two on their stacks. Threads that run at that moment and cannot be
+ * inspected are added to `unseen`. Threads that call NCCL through the shim are excluded: the gate tracks them. */
+int threads_inside(uint64_t from, uint64_t to, int *unseen);
 
 #endif

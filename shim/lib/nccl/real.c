@@ -180,7 +180,7 @@ int real_load_fresh(char *message, size_t room)
 {
 	struct nccl_instance *old = real_instance(), *fresh;
 	void *library;
-	int failed = 0;
+	int failed = 0, unseen = 0;
 
 	if (!old) {
 		snprintf(message, room, "the process has loaded no NCCL");
@@ -198,7 +198,7 @@ int real_load_fresh(char *message, size_t room)
 	fresh->before = old;
 	atomic_store_explicit(&current, fresh, memory_order_release);
 	/* If a thread of NCCL is left (an unused unique id has one), the code of the old copy may still run. */
-	if (old->number > 0 && threads_inside(old->text_from, old->text_to) == 0) {
+	if (old->number > 0 && threads_inside(old->text_from, old->text_to, &unseen) == 0 && !unseen) {
 		dlclose(old->library);
 		old->text_from = old->text_to = 0;
 	}

@@ -172,6 +172,23 @@ static void put_threads(struct text *text)
 	put(text, "]");
 }
 
+/* Threads that are left in NCCL after all communicators are down; -1 while one is up: counting takes a while, NCCL has threads
+ * then anyway, and the driver of a move asks for reports many times before it takes communicators down. `unseen`: threads that
+ * ran at that moment, so that they may or may not be NCCL's. */
+static int own_threads(int *unseen)
+{
+	struct nccl_comm *comm;
+	int count = 0;
+
+	for (size_t i = 0; (comm = comm_at(i)); i++)
+		if (atomic_load(&comm->real))
+			return -1;
+	for (const struct nccl_instance *one = real_instance(); one; one = one->before)
+		if (one->text_to)
+			count += threads_inside(one->text_from, one->text_to, unseen);
+	return count;
+}
+
 int report(struct nccl_job *job)
 {
 	struct nccl_instance *instance = real_instance();
@@ -179,10 +196,8 @@ int report(struct nccl_job *job)
 	struct nccl_comm *comm;
 	struct text text = {0};
 	uint64_t before;
-	int own_threads = 0;
+	int unseen = 0, left = own_threads(&unseen);
 
-	for (const struct nccl_instance *one = instance; one; one = one->before)
-		own_threads += threads_inside(one->text_from, one->text_to);
 	nccl_lock(&before);
 	put(&text,
 	    "{\"version\":%d,\"instance\":%d,\"gate\":\"%s\",\"passed\":%lu,\"library\":", instance ? instance->version : 0,
@@ -205,7 +220,8 @@ int report(struct nccl_job *job)
 	put(&text, "]");
 	put_threads(&text);
 	nccl_unlock(&before);
-	put(&text, ",\"nccl_threads\":%d,\"ids_unused\":%d,\"allocations\":%d}", own_threads, ids_unused(), allocations());
+	put(&text, ",\"nccl_threads\":%d,\"unseen_threads\":%d,\"ids_unused\":%d,\"allocations\":%d}", left, unseen,
+	    ids_unused(), allocations());
 	if (text.failed) {
 		free(text.bytes);
 		return job_fails(job, ENOMEM, "no memory for the report");

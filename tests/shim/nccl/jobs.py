@@ -7,6 +7,7 @@ broadcast, as a training script would, so that all end after the same step.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from ctypes import c_int, c_void_p
 
@@ -228,6 +229,18 @@ def plain(rank: Rank) -> None:
         _ring(rank, world, everybody, step)
         _tell_step(rank, step)
     rank.nccl.ncclCommDestroy(world)
+
+
+def crowded(rank: Rank) -> None:
+    """A rank with as many threads as $CROWD says that wait all the time, as those of data loaders and thread pools do."""
+    ends = threading.Event()
+    crowd = [threading.Thread(target=ends.wait) for _ in range(int(os.environ["CROWD"]))]
+    for thread in crowd:
+        thread.start()
+    plain(rank)
+    ends.set()
+    for thread in crowd:
+        thread.join()
 
 
 def asks_too_much(rank: Rank) -> None:
