@@ -86,6 +86,7 @@ class NcclJob:
     device_mib: int = 0
     buffer_mib: int = 0  # of each communicator, on the device
     witnesses: Sequence[Path] = ()  # of each rank: the file to which it appends its steps
+    environment: Sequence[str] = ()  # more variables, as NAME=VALUE
     ranks: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -99,6 +100,7 @@ class NcclJob:
                 f"LD_LIBRARY_PATH={':'.join(folders)}",
                 f"FAKE_NCCL_FAULT_FILE={self._faults(rank)}",
                 f"FAKE_NCCL_BUFFER_MIB={self.buffer_mib}",
+                *self.environment,
             ]
             self._faults(rank).touch()
             if self.witnesses:

@@ -123,6 +123,21 @@ def test_nccl_error_while_communicators_are_rebuilt_is_undone(nodes: Cluster, ra
 
 
 @pytest.mark.sampled(1, group="NCCL failures")
+def test_move_is_undone_by_name_if_features_of_nccl_keep_something(nodes: Cluster) -> None:
+    """Thread and sockets of RAS, which the user has switched on, and memory. The communicators are built again."""
+    leaves = ("FAKE_NCCL_LEAVES=ras,memory", "NCCL_RAS_ENABLE=1")
+    job = NcclJob(nodes, [SOURCE, PEER], environment=leaves)
+    job.await_lines(5)
+    result = nodes.move(job.ranks[0], TARGET, expect=UNDONE)
+    said = json.dumps(result)
+    named = ("thread of its RAS", "memory of its transport", "NCCL_RAS_ENABLE=0", "NCCL_SHM_DISABLE=1", "--nccl-safe")
+    assert [part for part in named if part not in said] == [], result
+    assert result["where"] == "running on source", result
+    assert "freeze" not in names(result)
+    job.ends_well()
+
+
+@pytest.mark.sampled(1, group="NCCL failures")
 def test_target_does_not_wait_for_a_peer_that_failed(nodes: Cluster) -> None:
     """The peer fails before it builds anything. The copy on the target is notified, and does not wait for its deadline."""
     job = NcclJob(nodes, [SOURCE, PEER])

@@ -130,12 +130,19 @@ class TorchLab:
             self._start(job, node, index, [*self._run(job), *command], **world)
         return job
 
-    def plain(self, script: str, *arguments: str, nodes: Sequence[str] = HOMES, name: str = "plain") -> TorchJob:
-        """Runs `migrator run -- python SCRIPT` on every node, with the variables that a scheduler sets."""
+    def plain(
+        self,
+        script: str,
+        *arguments: str,
+        nodes: Sequence[str] = HOMES,
+        name: str = "plain",
+        wrapper: Sequence[str] = (),
+    ) -> TorchJob:
+        """Runs `migrator run -- WRAPPER python SCRIPT` on every node, with the variables that a scheduler sets."""
         job = self._named(name, nodes[0])
         arguments = tuple(word.replace("{end}", str(job.end)) for word in arguments)
         for rank, node in enumerate(nodes):
-            command = [*self._run(job), sys.executable, str(WORKLOADS / script), *arguments]
+            command = [*self._run(job), *wrapper, sys.executable, str(WORKLOADS / script), *arguments]
             self._start(job, node, rank, command, **self._world(job, rank, len(nodes)))
         return job
 

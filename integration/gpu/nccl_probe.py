@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIM = ROOT / "shim" / "lib" / "libsnapshim.so"
 SYMBOLS = ROOT / "shim" / "lib" / "nccl" / "symbols.h"
 ON_GPU = os.environ.get("DEVICE", "cuda") != "cpu"
-PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_DEBUG": "WARN"}
+PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_DEBUG": "WARN"}
 #: The symbols that torch binds first. If they come from the shim, all do.
 DECISIVE = ("ncclGetVersion", "ncclCommInitRankConfig", "ncclCommSplit", "ncclAllReduce")
 START_S, STEP_S = 45.0, 15.0

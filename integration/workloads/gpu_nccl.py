@@ -34,8 +34,6 @@ os.environ.update(  # before torch loads NCCL and cuBLAS
         "NCCL_P2P_DISABLE": "1",
         "NCCL_SHM_DISABLE": "1",
         "NCCL_RAS_ENABLE": "0",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_CUMEM_HOST_ENABLE": "0",
         "NCCL_DEBUG": "WARN",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         **os.environ,

@@ -27,8 +27,6 @@ os.environ.update(  # before torch loads NCCL, cuBLAS and its compiler
         "NCCL_IB_DISABLE": "1",
         "NCCL_NET": "Socket",
         "NCCL_RAS_ENABLE": "0",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_CUMEM_HOST_ENABLE": "0",
         "NCCL_DEBUG": "WARN",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",

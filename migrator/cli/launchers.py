@@ -26,12 +26,15 @@ WORKER_PYTHON, LAUNCH = _KEEPER / "worker-python", _KEEPER / "launch.py"
 
 #: Internal variables for `migrator run --worker`; the worker does not get them.
 INTERPRETER, FORMER, SHIMLESS = "MIGRATOR_INTERPRETER", "MIGRATOR_PYTHON_EXEC", "MIGRATOR_NO_SHIM"
-UNPROTECTED = "MIGRATOR_ALLOW_UNPROTECTED"
+UNPROTECTED, CAUTIOUS = "MIGRATOR_ALLOW_UNPROTECTED", "MIGRATOR_NCCL_SAFE"
 JOB = "MIGRATOR_JOB"
 
-#: Disables NCCL resources that stay open when all communicators are destroyed: the RAS threads and their port, multicast
-#: memory that is shared between nodes, host memory that the driver cannot checkpoint.
-NCCL_PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
+#: RAS keeps a thread and sockets when all communicators are destroyed, and nothing but the end of the process closes them. It
+#: is for diagnosis; without it NCCL is as fast.
+NCCL_PRESETS = {"NCCL_RAS_ENABLE": "0"}
+#: `--nccl-safe` also disables features whose memory the driver may not be able to checkpoint if NCCL keeps it: NVLink SHARP's
+#: multicast memory, and host memory of the driver. They are on otherwise: what NCCL really leaves decides during a move.
+NCCL_SAFE = {**NCCL_PRESETS, "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
 
 #: How a rank's device memory is moved: by the driver's checkpoint, or faster by the shim, for memory that is allocated with
 #: the shim loaded from the start. shim/keeper/child.py preloads the library that this selects.
@@ -143,6 +146,7 @@ def launcher_environment(
     preload: bool,
     device_memory: str | None = None,
     allow_unprotected: bool = False,
+    nccl_safe: bool = False,
 ) -> dict[str, str]:
     """The launcher's environment; `interpreter` is the one that has this package."""
     made = {**environment, INTERPRETER: interpreter, "PYTHON_EXEC": str(WORKER_PYTHON)}
@@ -155,6 +159,8 @@ def launcher_environment(
         made[SHIMLESS] = "1"
     if allow_unprotected:
         made[UNPROTECTED] = "1"
+    if nccl_safe:
+        made[CAUTIOUS] = "1"
     if device_memory is not None:
         made[DEVICE_MEMORY_VARIABLE] = device_memory
     return made
@@ -162,7 +168,7 @@ def launcher_environment(
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The worker's environment, without our variables: a launcher that the worker starts belongs to the worker's rank."""
-    own = (INTERPRETER, FORMER, SHIMLESS, UNPROTECTED, JOB, no_ranks.VARIABLE)
+    own = (INTERPRETER, FORMER, SHIMLESS, UNPROTECTED, CAUTIOUS, JOB, no_ranks.VARIABLE)
     made = {name: value for name, value in environment.items() if name not in own}
     made.pop("PYTHON_EXEC", None)
     if FORMER in environment:
@@ -170,13 +176,23 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return made
 
 
-def rank_environment(environment: Mapping[str, str], device_memory: str | None = None) -> dict[str, str]:
+def rank_environment(
+    environment: Mapping[str, str], device_memory: str | None = None, *, nccl_safe: bool = False
+) -> dict[str, str]:
     """The given environment with defaults for what is not set: those that make NCCL's communicators removable, where caches
-    are, and how device memory is moved. `device_memory`, if given, overrides the environment."""
+    are, and how device memory is moved. `device_memory`, if given, overrides the environment, and so does `nccl_safe`."""
     made = {**NCCL_PRESETS, DEVICE_MEMORY_VARIABLE: DEVICE_MEMORY_DEFAULT, **caches.presets(environment), **environment}
+    if nccl_safe:
+        made |= NCCL_SAFE
     if device_memory is not None:
         made[DEVICE_MEMORY_VARIABLE] = device_memory
     return made
+
+
+def keeps_ras(environment: Mapping[str, str]) -> str:
+    """The setting that lets NCCL keep RAS, as text; "" if it is off."""
+    value = environment.get("NCCL_RAS_ENABLE", "0")
+    return "" if value == "0" else f"NCCL_RAS_ENABLE={value}"
 
 
 def worker_python(environment: Mapping[str, str], parent: int) -> str:

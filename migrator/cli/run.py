@@ -42,9 +42,10 @@ train-2 if a job train of yours runs already. The rank is $RANK, $SLURM_PROCID, 
 $PMI_RANK, $PMIX_RANK, $MV2_COMM_WORLD_RANK, or else 0. The daemon's socket is $SNAPSHOTD_KEEPER_SOCKET, or else
 /run/snapshotd/keeper.sock.
 
-Unless they are already set, the command gets NCCL_RAS_ENABLE=0 NCCL_NVLS_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0, because NCCL
-otherwise opens resources that cannot be moved, and
-{launchers.DEVICE_MEMORY_VARIABLE}={launchers.DEVICE_MEMORY_DEFAULT}; not with --no-shim. If the home directory is on a disk
+Unless they are already set, the command gets NCCL_RAS_ENABLE=0, because NCCL otherwise keeps sockets that cannot be moved,
+and {launchers.DEVICE_MEMORY_VARIABLE}={launchers.DEVICE_MEMORY_DEFAULT}; not with --no-shim. NCCL's other features stay as
+they are; --nccl-safe switches those off that may keep memory which cannot be moved: NCCL_NVLS_ENABLE=0
+NCCL_CUMEM_HOST_ENABLE=0. If the home directory is on a disk
 of this node, the command also gets {caches.TRITON_VARIABLE}=/tmp/triton_UID: that cache moves with the rank.
 
 exit codes: that of the command, on whichever node it ended (a signal that kills it kills this process, too);
@@ -72,8 +73,8 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="migrator run",
-        usage="migrator run [--job NAME] [--rank N | --launcher] [--device-memory driver|offload] [--no-shim]"
-        " [--allow-unprotected] [--json] -- CMD …",
+        usage="migrator run [--job NAME] [--rank N | --launcher] [--device-memory driver|offload]"
+        " [--nccl-safe] [--no-shim] [--allow-unprotected] [--json] -- CMD …",
         description=SUMMARY,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -92,6 +93,12 @@ def parser() -> argparse.ArgumentParser:
         choices=launchers.DEVICE_MEMORY_CHOICES,
         help="how device memory is moved: by the CUDA driver's checkpoint, or by the shim, which is faster "
         f"(default: ${launchers.DEVICE_MEMORY_VARIABLE}, else {launchers.DEVICE_MEMORY_DEFAULT})",
+    )
+    made.add_argument(
+        "--nccl-safe",
+        action="store_true",
+        help="switch off NCCL's features that may keep something when communicators are taken down (RAS, NVLink SHARP, host"
+        " memory of the CUDA driver), whatever the environment says; a move is less likely to be undone, NCCL may be slower",
     )
     made.add_argument("--no-shim", action="store_true", help="do not preload libsnapshim*.so")
     made.add_argument(
@@ -135,13 +142,16 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
         job = job_name(options.job, command, environment)
         rank = rank_number(options.rank, environment)
         socket = environment.get("SNAPSHOTD_KEEPER_SOCKET") or KEEPER_SOCKET
-        preload, allowed = not options.no_shim, options.allow_unprotected
+        preload, allowed, cautious = not options.no_shim, options.allow_unprotected, options.nccl_safe
         if options.worker:
             preload, allowed = launchers.SHIMLESS not in environment, launchers.UNPROTECTED in environment
+            cautious = launchers.CAUTIOUS in environment
             environment = launchers.worker_environment(environment)
         library = None
         if preload:
-            prepared = launchers.rank_environment(environment, options.device_memory)
+            prepared = launchers.rank_environment(environment, options.device_memory, nccl_safe=cautious)
+            if not options.worker and rank == 0:  # once for a job
+                _warn_of_ras(prepared)
             library = _library(prepared, allowed)
             environment = environment if library is None else prepared
         from shim.keeper import home
@@ -197,10 +207,18 @@ def _launch(command: Sequence[str], options: argparse.Namespace) -> int:
         raise _Wrong("--rank cannot be used with a launcher, which numbers its ranks itself")
     launchers.must_start_ranks(command)
     if not options.no_shim:  # before the launcher starts workers that fail, or one warning for each of them
-        _library(launchers.rank_environment(os.environ, options.device_memory), options.allow_unprotected)
+        prepared = launchers.rank_environment(os.environ, options.device_memory, nccl_safe=options.nccl_safe)
+        _library(prepared, options.allow_unprotected)
+        _warn_of_ras(prepared)
     job = job_name(options.job, command, os.environ) if options.job is not None else None
     environment = launchers.launcher_environment(
-        os.environ, sys.executable, job, not options.no_shim, options.device_memory, options.allow_unprotected
+        os.environ,
+        sys.executable,
+        job,
+        not options.no_shim,
+        options.device_memory,
+        options.allow_unprotected,
+        options.nccl_safe,
     )
     made = launchers.launching(command, environment)
     words = command_words.program(command_words.unwrapped(command)) or command
@@ -224,6 +242,7 @@ def _start(command: Sequence[str], options: argparse.Namespace) -> int:
         prefix += ["--job", job_name(options.job, command, os.environ)]
     if options.device_memory is not None:
         prefix += ["--device-memory", options.device_memory]
+    prefix += ["--nccl-safe"] if options.nccl_safe else []
     prefix += ["--no-shim"] if options.no_shim else []
     prefix += ["--allow-unprotected"] if options.allow_unprotected else []
     return _become(starters.with_prefix(command, [*prefix, "--"]), os.environ)
@@ -234,6 +253,16 @@ def _warn_of_work_elsewhere(command: Sequence[str]) -> None:
         print(
             f"migrator run: warning: what {name} starts is not a process of its own, and not a rank; write"
             " `migrator run --` in front of the command that it starts",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _warn_of_ras(environment: Mapping[str, str]) -> None:
+    if setting := launchers.keeps_ras(environment):
+        print(
+            f"migrator run: warning: {setting}: if the job uses NCCL, its RAS keeps a thread and sockets when communicators"
+            " are taken down, so a move of a rank will be undone; unset it, or use --nccl-safe",
             file=sys.stderr,
             flush=True,
         )

@@ -94,13 +94,15 @@ class Report:
     gate_closed: bool
     instance: int  # number of the library copy; each fresh copy has a higher one
     comms: tuple[Communicator, ...]
-    threads: int  # of NCCL itself
+    threads: int  # that NCCL itself has, where no communicator is up; else -1
     ended: tuple[Communicator, ...] = ()  # destroyed or aborted; what was launched on them still counts
     waiting: Mapping[int, tuple[ChannelCount, ...]] = field(default_factory=dict)  # by thread: the group at the gate
     calling: tuple[int, ...] = ()  # threads inside an NCCL call
     passed: int | None = (
         None  # groups that have passed the closed gate; None: the library is older and knows no permissions
     )
+    unseen_threads: int = 0  # ran when `threads` were counted, so that they are NCCL's or the job's
+    ids_unused: int = 0  # unique ids that were made and not used: NCCL has a thread for each
 
     def refusals(self) -> list[str]:
         """ "COMM: why", for every communicator that cannot be taken down."""
@@ -168,6 +170,8 @@ def parse(text: str) -> Report:
             waiting=waiting,
             calling=tuple(int(each["thread"]) for each in report.get("calling", ())),
             passed=int(report["passed"]) if "passed" in report else None,
+            unseen_threads=int(report.get("unseen_threads", 0)),
+            ids_unused=int(report.get("ids_unused", 0)),
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise Damaged(f"a process's NCCL report makes no sense ({error!r}): {text[:80]!r}") from error

@@ -17,8 +17,10 @@ from snapshotd.preflight.reports import NcclReports
 from snapshotd.preflight.verdict import listed, passed, refused, warned
 from snapshotd.proc import comm, environ, maps
 
-#: What `migrator run` sets unless the user has: each creates something that outlives a destroyed communicator.
-PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
+#: Settings of features that may keep something when communicators are destroyed; `migrator run --nccl-safe` makes them 0.
+SETTINGS = ("NCCL_RAS_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_HOST_ENABLE")
+#: The one that certainly does, and which `migrator run` sets to 0 unless the user has set it.
+RAS = "NCCL_RAS_ENABLE"
 
 _LIBRARY = "libnccl"
 _TORCH = "libtorch_cuda.so"
@@ -93,18 +95,21 @@ def _mapped_torch(processes: list[ProcessInfo]) -> list[tuple[ProcessInfo, maps.
 
 
 def environment(rank: Inspection, nccl: NcclReports) -> Check:
-    """The variables that `migrator run` presets, as the processes have them."""
+    """The settings of features that may keep something, as the processes were started. What they really keep is looked at
+    during a move (snapshotd/moves/nccl/leftovers.py)."""
     if not nccl.reports:
         return passed("nccl-environment", "not in use")
     variables = [environ.read(pid) for pid in nccl.pids]
-    values = {name: {one.get(name, "") for one in variables} for name in PRESETS}
-    shown = ", ".join(f"{name}={'|'.join(sorted(found)) or '-'}" for name, found in values.items())
-    wrong = [name for name, found in values.items() if found - {PRESETS[name]}]
-    if wrong:
+    values = {name: {one.get(name, "") for one in variables} for name in SETTINGS}
+    shown = ", ".join(
+        f"{name}={'|'.join(value or 'not set' for value in sorted(found))}" for name, found in values.items()
+    )
+    if values[RAS] - {"0"}:
         return warned(
             "nccl-environment",
-            f"{shown}: NCCL may keep resources after its communicators are destroyed, in which case the move is undone",
-            f"start the job without setting {', '.join(wrong)}: `migrator run` sets values that work",
+            f"{shown}: NCCL's RAS, if it is on, keeps a thread and sockets when its communicators are destroyed, and the move"
+            " is undone",
+            f"start the job without setting {RAS}: `migrator run` sets it to 0; or with `migrator run --nccl-safe`",
         )
     return passed("nccl-environment", shown)
 

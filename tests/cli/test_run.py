@@ -322,7 +322,34 @@ def test_nccl_presets_do_not_override_the_environment() -> None:
     given = {"NCCL_NVLS_ENABLE": "1", "TRITON_HOME": "/root"}
     made = launchers.rank_environment(given)
     assert made.pop("SNAPSHIM_DEVICE_MEMORY") == launchers.DEVICE_MEMORY_DEFAULT
-    assert made == {"NCCL_RAS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", **given}
+    assert made == {"NCCL_RAS_ENABLE": "0", **given}
+
+
+def test_nccl_safe_overrides_the_environment() -> None:
+    given = {"NCCL_NVLS_ENABLE": "1", "NCCL_RAS_ENABLE": "1", "TRITON_HOME": "/root"}
+    made = launchers.rank_environment(given, nccl_safe=True)
+    assert {name: value for name, value in made.items() if name.startswith("NCCL_")} == {
+        "NCCL_RAS_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_CUMEM_HOST_ENABLE": "0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "warned"), [((), "0", True), ((), "1", False), (("--nccl-safe",), "0", False)]
+)
+def test_ras_that_is_on_is_named_at_the_start_by_one_rank(
+    kept: Kept,
+    migrator: Migrator,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    rank: str,
+    warned: bool,
+) -> None:
+    monkeypatch.setenv("NCCL_RAS_ENABLE", "1")
+    ran = migrator("run", *options, "--rank", rank, "--", "cmd")
+    assert kept.environment["NCCL_RAS_ENABLE"] == ("0" if options else "1")
+    assert ("NCCL_RAS_ENABLE=1: if the job uses NCCL" in ran.err) == warned
 
 
 @pytest.mark.parametrize(("options", "preset"), [((), "0"), (("--no-shim",), None)])

@@ -147,6 +147,16 @@ def test_presets_are_listed(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> N
     assert "NCCL_NVLS" not in check.remedy
 
 
+def test_performance_features_of_nccl_that_are_on_pass(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_RAS_ENABLE", "0")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.delenv("NCCL_CUMEM_HOST_ENABLE", raising=False)
+    child = rank()
+    check = environment(inspected(child.pids), NcclReports(((child.pid, report()),)))
+    assert check.verdict == Check.PASS
+    assert check.reason == "NCCL_RAS_ENABLE=0, NCCL_NVLS_ENABLE=1, NCCL_CUMEM_HOST_ENABLE=not set"
+
+
 def test_shared_memory_of_communicators_passes(rank: Starter) -> None:
     path = f"/dev/shm/nccl-test-{os.getpid()}"
     share = f"import mmap; f = open('{path}', 'a+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)"

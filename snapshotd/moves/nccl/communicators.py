@@ -18,11 +18,13 @@ from snapshotd.api.errors import RankGone, Refused, SnapshotError, Where, WrongS
 from snapshotd.keepers.listing import ranks_of
 from snapshotd.moves import rules
 from snapshotd.moves.moving import Moving
+from snapshotd.moves.nccl import gate_processes, leftovers
 from snapshotd.moves.nccl.members import ATTACH_S, DETACH_S, NEW_ID_S, Members, cause
 from snapshotd.moves.nccl.membership import Membership, membership_of, untried
 from snapshotd.moves.node import Node
 from snapshotd.moves.rules import Mark
 from snapshotd.proc import host
+from snapshotd.proc.tree import Process
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -61,6 +63,7 @@ class Communicators:
             membership = await self._learn(moving)
         await reach(Point.BEFORE_DETACH)
         await self._detach_all(moving, membership)
+        await leftovers.must_be_none(await self._processes(moving))
         await reach(Point.DETACH)
         seconds = host.boottime_s() - began
         metrics.phase("detach", seconds)
@@ -141,6 +144,12 @@ class Communicators:
                 log.info("node %s opens its gates once it has asked: %s", name, result)
 
     # ------------------------------------------------------------------ parts
+
+    async def _processes(self, moving: Moving) -> list[Process]:
+        """The moving rank's processes that had communicators."""
+        gates = self.members.gates.moving(moving.log.move)
+        found = await in_thread(gate_processes.members, gates.log, [moving.log.begin.rank_uid])
+        return [each.process for each in found]
 
     async def _learn(self, moving: Moving) -> Membership:
         """Every member of every communicator of the rank, from all nodes' reports; journalled."""

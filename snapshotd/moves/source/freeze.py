@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, RankGone, Refused, Where, WrongState
+from snapshotd.api.errors import Busy, GpuFailed, RankGone, Refused, Where, WrongState
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.device import cuda_processes, memory, offload, standstill
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.moving import Moving
-from snapshotd.moves.nccl import gate_processes, held_copy
+from snapshotd.moves.nccl import gate_processes, held_copy, leftovers
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, new_connections, socket_options
 from snapshotd.moves.record import ClusterNode, JournalledProcess, NcclProcess
@@ -89,7 +89,10 @@ async def freeze(
         parked = standstill.parked_ones(processes, held_copy.processes(nccl))
         return await moving.offload.out(node.gpus, processes, parts, lambda: standstill.stop_others(group, parked))
 
-    device_bytes = await memory.take_off(node.gpus, processes, uses, parts, journal, offload_all)
+    try:
+        device_bytes = await memory.take_off(node.gpus, processes, uses, parts, journal, offload_all)
+    except GpuFailed as error:
+        raise await in_thread(leftovers.explained, error, held_copy.processes(nccl)) from error
     await in_thread(tree.stop_all, group, FREEZE_S)
     await reach(Point.STOPPED)
     await in_thread(group.freeze, FREEZE_S)

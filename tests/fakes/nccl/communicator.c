@@ -59,6 +59,7 @@ ncclResult_t comm_create(struct ncclComm **made, const ncclConfig_t *config, con
 
 	if (!comm)
 		return failed(ncclSystemError, "out of memory");
+	keep_leavings();
 	comm->stop_fd = comm->abort_fd = -1;
 	comm->blocking = parent ? parent->blocking : true;
 	comm->device = parent ? parent->device : fakeNcclGetDevice();

@@ -96,6 +96,9 @@ bool start_thread(pthread_t *thread, void *(*body)(void *), void *argument, cons
 ncclResult_t buffer_get(struct ncclComm *comm);
 void buffer_drop(struct ncclComm *comm);
 
+/* leavings.c: makes, once, what is to stay in the process. */
+void keep_leavings(void);
+
 /* worker.c */
 ncclResult_t worker_start(struct ncclComm *comm);
 void worker_give(struct ncclComm *comm, struct batch *batch); /* with the lock */

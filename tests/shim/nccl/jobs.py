@@ -7,6 +7,7 @@ broadcast, as a training script would, so that all end after the same step.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import threading
 from ctypes import c_int, c_void_p
@@ -241,6 +242,22 @@ def crowded(rank: Rank) -> None:
     ends.set()
     for thread in crowd:
         thread.join()
+
+
+def busy(rank: Rank) -> None:
+    """A thread computes all the time, without the interpreter's lock."""
+    ends = threading.Event()
+
+    def compute() -> None:
+        data = bytes(1 << 22)
+        while not ends.is_set():
+            hashlib.sha256(data).digest()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    plain(rank)
+    ends.set()
+    thread.join()
 
 
 def asks_too_much(rank: Rank) -> None:

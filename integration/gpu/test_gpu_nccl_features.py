@@ -1,0 +1,87 @@
+"""NCCL's features stay on: what each leaves in a process when its communicators are destroyed, and moves with all of them on.
+
+NVLink SHARP and sharing of host memory need several GPUs: with one GPU NCCL is told to use them, and the recorded log says
+whether it did. DEVICE=cpu skips everything here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from integration.gpu import nccl_leavings
+from integration.gpu.gpu_jobs import RUN_OPTIONS, SOURCE, TARGET, measured, needs_cuda, record
+from integration.harness import Cluster
+from integration.torch_jobs import TorchJob, TorchLab, at_rest
+
+pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(300), needs_cuda()]
+
+PATIENCE_S = 120.0
+UNDONE = 11
+FEATURES = {"NCCL_CUMEM_ENABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}
+
+
+@pytest.mark.parametrize("name", [name for name in nccl_leavings.SETTINGS if name not in {"ras", "nccl-defaults"}])
+def test_no_thread_and_no_socket_is_left_with_performance_features_on(name: str) -> None:
+    found = nccl_leavings.measure(name)
+    record(f"nccl-leavings-{name}", **found)
+    assert not {"threads", "sockets"} & found["left"].keys(), found
+
+
+@pytest.mark.parametrize("name", ["ras", "nccl-defaults"])
+def test_ras_keeps_a_thread_and_sockets(name: str) -> None:
+    """Why `migrator run` switches RAS off. If this fails, NCCL has learnt to end RAS, and the default should be looked at."""
+    found = nccl_leavings.measure(name)
+    record(f"nccl-leavings-{name}", **found)
+    assert {"threads", "sockets"} <= found["left"].keys(), found
+
+
+@pytest.fixture
+def torch_lab(nodes: Cluster) -> Iterator[TorchLab]:
+    with at_rest(nodes, RUN_OPTIONS) as lab:
+        yield lab
+
+
+def start(lab: TorchLab, **settings: str) -> TorchJob:
+    words = [f"{name}={value}" for name, value in settings.items()]
+    job = lab.plain(
+        "gpu_nccl_alone.py",
+        *("--kind", "ddp", "--until", "{end}"),
+        nodes=(SOURCE,),
+        name="features",
+        wrapper=("env", *words),
+    )
+    job.await_steps(5, PATIENCE_S)
+    return job
+
+
+def ends_well(job: TorchJob) -> None:
+    job.end.touch()
+    assert set(job.finish(PATIENCE_S)) == {0}, f"{job.text()}\n{job.cluster.logs()}"
+
+
+def test_rank_moves_there_and_back_with_all_performance_features_on(torch_lab: TorchLab) -> None:
+    undisturbed = torch_lab.undisturbed("gpu_nccl_alone.py", "--kind", "ddp", "--pace-s", "0", world=1)
+    job = start(torch_lab, **FEATURES)
+    results: list[dict[str, Any]] = []
+    for to in (TARGET, SOURCE):
+        results.append(measured(job.move(0, to, timeout_s=PATIENCE_S)))
+        job.await_progress(10, PATIENCE_S)
+        assert job.where() == {0: to}
+    ends_well(job)
+    mine, theirs = job.lines()[0], undisturbed[0]
+    assert mine == theirs[: len(mine)]
+    record("nccl-features-on", settings=FEATURES, steps=len(mine), moves=results)
+
+
+def test_rank_with_ras_on_is_undone_by_name_and_goes_on(torch_lab: TorchLab) -> None:
+    job = start(torch_lab, **FEATURES, NCCL_RAS_ENABLE="1")
+    answer = job.move(0, TARGET, timeout_s=PATIENCE_S, expect=UNDONE)
+    assert "RAS" in answer["reason"], answer
+    assert "NCCL_RAS_ENABLE=0" in f"{answer}", answer
+    job.await_progress(10, PATIENCE_S)
+    assert job.where() == {0: SOURCE}
+    ends_well(job)
+    record("nccl-ras-on", reason=answer["reason"])

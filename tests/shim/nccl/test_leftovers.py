@@ -1,0 +1,79 @@
+"""Tests that what NCCL leaves in a process is found and named. The stand-in leaves what the test asks for."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from snapshotd.api.errors import GpuFailed, Undone
+from snapshotd.moves.nccl import leftovers
+from snapshotd.proc import tree
+from tests.shim.nccl.conftest import Job
+
+
+def detached(job: Job, **environment: str) -> list[tree.Process]:
+    """One rank whose communicators are down."""
+    job.start("jobs.plain", 1, **environment)
+    job.reach(1)
+    gates = job.gates()
+    gates.to_the_cut()
+    gates.detach(gates.live(gates.reports()))
+    return [tree.Process.of(process.pid) for process in job.processes]
+
+
+@pytest.mark.parametrize(
+    ("leaves", "environment", "said"),
+    [
+        (
+            "ras",
+            {"NCCL_RAS_ADDR": "localhost:28029"},
+            ("a socket of its RAS", "1 thread of its RAS", "NCCL_RAS_ENABLE=0"),
+        ),
+        ("memory", {}, ("memory of its transport through shared memory", "NCCL_SHM_DISABLE=1")),
+        ("socket", {}, ("a Unix socket of its sharing of device memory", "NCCL_CUMEM_ENABLE=0")),
+    ],
+)
+def test_what_is_left_is_named_with_the_setting_that_avoids_it(
+    job: Job, leaves: str, environment: dict[str, str], said: tuple[str, ...]
+) -> None:
+    processes = detached(job, FAKE_NCCL_LEAVES=leaves, **environment)
+    with pytest.raises(Undone) as undone:
+        asyncio.run(leftovers.must_be_none(processes))
+    text = f"{undone.value.message} {undone.value.advice}"
+    assert [part for part in (*said, f"process {processes[0].pid} has", "--nccl-safe") if part not in text] == [], text
+    assert str(undone.value.where) == "running on source"
+
+
+def test_thread_of_a_feature_that_is_not_known_is_named_as_such(job: Job) -> None:
+    processes = detached(job, FAKE_NCCL_LEAVES="thread", NCCL_RAS_ENABLE="0")
+    with pytest.raises(Undone) as undone:
+        asyncio.run(leftovers.must_be_none(processes))
+    assert "1 thread of its feature that is not known here" in undone.value.message
+    assert undone.value.advice.startswith("start the job with `migrator run --nccl-safe`")
+
+
+def test_nothing_is_left_where_the_features_are_off(job: Job) -> None:
+    off = {"NCCL_RAS_ENABLE": "0", "NCCL_SHM_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
+    asyncio.run(leftovers.must_be_none(detached(job, FAKE_NCCL_LEAVES="ras,memory,socket", **off)))
+
+
+def test_threads_of_the_job_that_run_all_the_time_are_not_taken_for_nccl(job: Job) -> None:
+    job.start("jobs.busy", 1)
+    job.reach(1)
+    gates = job.gates()
+    gates.to_the_cut()
+    gates.detach(gates.live(gates.reports()))
+    process = tree.Process.of(job.processes[0].pid)
+    asyncio.run(leftovers.must_be_none([process]))
+
+
+def test_failed_checkpoint_names_features_whose_memory_only_the_driver_knows(job: Job) -> None:
+    failure = GpuFailed("the driver says no", remedy="look it up")
+    job.start("jobs.idle", 2, NCCL_NVLS_ENABLE="0", NCCL_CUMEM_HOST_ENABLE="1")
+    explained = leftovers.explained(failure, [tree.Process.of(job.processes[0].pid)])
+    assert explained.message == failure.message
+    assert explained.advice.startswith("look it up")
+    assert "host memory of the CUDA driver (NCCL_CUMEM_HOST_ENABLE)" in explained.advice
+    assert "NVLS" not in explained.advice
+    assert leftovers.explained(failure, []) is failure
