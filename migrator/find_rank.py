@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from migrator import users
 from migrator.cluster import Cluster
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Ambiguous, Busy, NotFound, SnapshotError, Unreachable, Where
+
+if TYPE_CHECKING:
+    from snapshotd.api.client import DaemonClient
 
 ASK_TIMEOUT_S = 5.0
 
@@ -33,15 +37,21 @@ def find_node(cluster: Cluster, name: str) -> str:
 
 
 async def all_ranks(
-    cluster: Cluster, nodes: Iterable[str] | None = None
+    cluster: Cluster, nodes: Iterable[str] | None = None, clients: Mapping[str, DaemonClient] | None = None
 ) -> tuple[list[Found], dict[str, SnapshotError]]:
-    """Every rank on every node (or on these) that answers, and the error of every node that does not."""
-    asked = list(cluster.nodes if nodes is None else nodes)
+    """Every rank on every node (or on these) that answers, and the error of every node that does not. `clients`: connections
+    to nodes that the caller has open; these nodes are asked."""
+    asked = list(clients if clients is not None else cluster.nodes if nodes is None else nodes)
 
     async def ask(node: str) -> list[Found]:
+        if clients is not None:
+            return await list_ranks(clients[node], node)
         async with cluster.client(node) as client:
-            reply = await client.node.ListRanks(pb.ListRanksRequest(), timeout_s=ASK_TIMEOUT_S)
-            return [Found(node, rank) for rank in reply.ranks]
+            return await list_ranks(client, node)
+
+    async def list_ranks(client: DaemonClient, node: str) -> list[Found]:
+        reply = await client.node.ListRanks(pb.ListRanksRequest(), timeout_s=ASK_TIMEOUT_S)
+        return [Found(node, rank) for rank in reply.ranks]
 
     answers = await asyncio.gather(*map(ask, asked), return_exceptions=True)
     found: list[Found] = []

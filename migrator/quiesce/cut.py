@@ -5,11 +5,12 @@ finish, and no rank waits for an operation that the gate of another rank holds b
 collectives of one communicator (its members: all ranks of the communicator) or its sends from one rank to another (its
 members: those two ranks). A **group** is what one thread launches as a unit, whole or not at all.
 
-In each round the driver collects a `Report` per rank, calls `next_targets`, and sends `Cut.targets` and `Cut.permissions`
-to every gate. A gate lets a thread pass if `may_launch` or `is_permitted` holds. Targets only grow. The target of a
-channel is the largest number of operations that any member has launched. A rank below a target has to run, which may take
-it through groups on other channels. These raise their targets in turn, until no rank is behind. Only groups that an
-earlier step makes necessary may pass, so the fixpoint is the least cut.
+In each round the driver collects a `Report` per rank, calls `next_targets`, and sends `Cut.wanted` and `Cut.permissions` to
+the gates. Wanted are the targets that a rank has not reached: no other lets anything pass. A rank that wants nothing and
+has no permission stays where it is, so its last report is as good as a new one. A gate lets a thread pass if `may_launch`
+or `is_permitted` holds. Targets only grow. The target of a channel is the largest number of operations that any member has
+launched. A rank below a target has to run, which may take it through groups on other channels. These raise their targets in
+turn, until no rank is behind. Only groups that an earlier step makes necessary may pass, so the fixpoint is the least cut.
 
 **The order of a rank's program is not known here.** Suppose that rank r is behind on a channel, and that none of its
 threads waits at the gate for the next operation of that channel. The candidates are the threads that have used the
@@ -135,6 +136,14 @@ class Cut:
     guesses: Mapping[int, int]  # how often each rank was let on by a guess so far; empty: the cut is the least
     reports: Mapping[int, Report]  # the input of this round; the next round compares, to detect progress
     permissions: Mapping[int, tuple[Permission, ...]] = field(default_factory=dict)  # by rank
+    wanted: Mapping[int, Counts] = field(default_factory=dict)  # by rank: the targets that it has not reached
+    members: Mapping[str, tuple[int | None, ...]] = field(
+        default_factory=dict
+    )  # of every communicator, as far as known
+
+    def moving(self) -> set[int] | None:
+        """The ranks that may launch something; None: perhaps one that has not reported."""
+        return None if UNKNOWN_RANK in self.wanted else self.wanted.keys() | self.permissions.keys()
 
 
 def may_launch(launched: Counts, targets: Counts, group: Counts) -> bool:
@@ -156,22 +165,29 @@ def is_permitted(report: Report, thread: int, permissions: Iterable[Permission])
 def next_targets(reports: Mapping[int, Report], last: Cut | None = None) -> Cut:
     """How far every rank may run, given this round's reports of all ranks and the cut computed in the last round."""
     targets = dict(last.targets) if last else {}
-    for report in reports.values():
-        _raise(targets, report.launched.items())
+    before = last.reports if last else {}
+    for rank, report in reports.items():
+        if before.get(rank) is not report:
+            _raise(targets, report.launched.items())
     guesses = last.guesses if last else {}
-    behind = _behind(reports, targets)
+    members = last.members if last and _same_members(reports, before) else _members(reports)
+    behind = _behind(reports, targets, members)
     if not behind:
-        return Cut(Decision.REACHED, "every rank has launched the same operations", targets, (), guesses, reports)
+        reason = "every rank has launched the same operations"
+        return Cut(Decision.REACHED, reason, targets, (), guesses, reports, members=members)
     first, more = str(behind[0]), len(behind) - 1
     reason = f"{first} (and {more} more)" if more else first
     if behind[0].why is Why.ENDED:
-        return Cut(Decision.NEVER, reason, targets, behind, guesses, reports)
-    still = last is not None and _stands_still(reports, last.reports, {late.rank for late in behind}, targets)
+        return Cut(Decision.NEVER, reason, targets, behind, guesses, reports, members=members)
+    still = last is not None and _stands_still(reports, before, {late.rank for late in behind}, targets)
     certainty, let_on = _let_on(reports, targets, behind, still)
     permissions = _permissions(reports, last, certainty, let_on)
+    raised: set[Channel] = set()
     for rank, thread in let_on:
         report = reports[rank]
+        raised.update(report.held[thread])
         _raise(targets, ((channel, report.launched.get(channel, 0) + n) for channel, n in report.held[thread].items()))
+    wanted = _wanted(reports, targets, members, behind, raised)
     if let_on and certainty is not Certainty.SURE:
         ranks = sorted({rank for rank, _ in let_on})
         # One about a rank that may be no member at all says nothing about the next one.
@@ -181,7 +197,25 @@ def next_targets(reports: Mapping[int, Report], last: Cut | None = None) -> Cut:
             "" if len(ranks) <= _SHOWN else f" and {len(ranks) - _SHOWN} more"
         )
         reason += f"; nothing moves, so rank {shown} is let on by a guess"
-    return Cut(Decision.RUN_ON, reason, targets, behind, guesses, reports, permissions)
+    return Cut(Decision.RUN_ON, reason, targets, behind, guesses, reports, permissions, wanted, members)
+
+
+def _wanted(
+    reports: Mapping[int, Report],
+    targets: Counts,
+    members: Mapping[str, tuple[int | None, ...]],
+    behind: Iterable[Behind],
+    raised: Iterable[Channel],
+) -> dict[int, dict[Channel, int]]:
+    found: dict[int, dict[Channel, int]] = {}
+    for late in behind:
+        found.setdefault(late.rank, {})[late.channel] = targets[late.channel]
+    for channel in raised:
+        ranks = channel.pair or members.get(channel.comm, (None,))
+        for rank in reports if None in ranks else ranks:
+            if rank is not None and rank in reports and reports[rank].launched.get(channel, 0) < targets[channel]:
+                found.setdefault(rank, {})[channel] = targets[channel]
+    return found
 
 
 #: How many groups a thread may launch until the next round at most, where it is certain that it has to.
@@ -269,12 +303,16 @@ def _stands_still(
     for rank in behind:
         if rank not in reports or before.get(rank) != reports[rank] or _going(reports[rank], targets):
             return False
-    return all(rank in before and before[rank].launched == report.launched for rank, report in reports.items())
+    return all(
+        before.get(rank) is report or (rank in before and before[rank].launched == report.launched)
+        for rank, report in reports.items()
+    )
 
 
-def _behind(reports: Mapping[int, Report], targets: Counts) -> tuple[Behind, ...]:
+def _behind(
+    reports: Mapping[int, Report], targets: Counts, known_members: Mapping[str, tuple[int | None, ...]]
+) -> tuple[Behind, ...]:
     """Every member that is below its channel's target, the most likely cause of a delay first."""
-    known_members = _members(reports)
     incomplete = {comm for comm, members in known_members.items() if None in members}
     short: dict[Channel, list[int]] = {}  # the ranks that are below the target
     strange: dict[Channel, set[int]] = {}  # those that may or may not be members
@@ -332,6 +370,13 @@ def _why(report: Report | None, targets: Counts) -> Why:
     if _going(report, targets) - report.running:
         return Why.LET_ON
     return Why.HELD if report.held and not report.running else Why.USER_CODE
+
+
+def _same_members(reports: Mapping[int, Report], before: Mapping[int, Report]) -> bool:
+    return len(reports) == len(before) and all(
+        rank in before and (before[rank] is report or before[rank].members is report.members)
+        for rank, report in reports.items()
+    )
 
 
 def _members(reports: Mapping[int, Report]) -> dict[str, tuple[int | None, ...]]:

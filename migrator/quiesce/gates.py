@@ -14,31 +14,23 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from migrator.cluster import Cluster
 from migrator.find_rank import all_ranks
-from migrator.quiesce.cut import Counts, Cut, Decision, Report, next_targets
-from migrator.quiesce.process_reports import (
-    Membership,
-    Numbers,
-    Process,
-    ProcessReport,
-    Rows,
-    ahead_of_itself,
-    report_for_cut,
-    rows_for,
-    to_proto,
-)
+from migrator.quiesce.cut import Cut, Decision
+from migrator.quiesce.process_reports import Membership, Numbers, ProcessReport
+from migrator.quiesce.view import View
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.client import DaemonClient
-from snapshotd.api.errors import RankGone, SnapshotError, Timeout, Undone, Where
+from snapshotd.api.client import DaemonClient, Unary
+from snapshotd.api.errors import SnapshotError, Timeout, Undone, Unreachable, Where
 
-#: A process whose counts have not changed for this long counts as idle: threads that wait at its gate may pass.
-PATIENCE_S = 0.5
 #: Delay between two rounds; short at first, because most cuts are a few milliseconds away.
 ROUND_S, ROUND_MAX_S = 0.002, 0.05
-ASK_S = 15.0
+#: How long a node is asked until it has answered, and when a call whose answer does not come is made again.
+ASK_S, TRY_S, TRY_AGAIN_S = 15.0, 4.0, 0.02
+#: How often nodes are asked where no process can have gone on: for processes that ended, or have their first communicator.
+ALL_S = 1.0
 #: Preflight: how often, and how far apart, a member is looked for before the move is refused for want of it.
 LOOKS, LOOK_S = 5, 0.2
 
@@ -60,9 +52,10 @@ class Gates:
         """Preflight: every member of the rank's communicators can be asked, and no gate refuses one of them."""
         if not await self.find(description):
             return []
-        nodes, silent = await self._nodes_of_the_job(description)
+        silent: list[str] = []
         try:
-            async with self._clients(nodes) as clients:
+            async with self._clients(self.cluster.nodes) as all_clients:
+                clients, silent = await self._of_the_job(all_clients, description)
                 reports = await _ask_all(clients, _reporting(description))
                 missing = _unknown(description.rank_uid, reports)
                 for _ in range(LOOKS - 1):
@@ -107,9 +100,11 @@ class Gates:
         self.involved = any(report.gate.communicators for report in reports)
         return self.involved
 
-    async def _nodes_of_the_job(self, description: pb.MoveDescription) -> tuple[tuple[str, ...], list[str]]:
+    async def _of_the_job(
+        self, clients: Mapping[str, DaemonClient], description: pb.MoveDescription
+    ) -> tuple[dict[str, DaemonClient], list[str]]:
         """The nodes that have ranks of the job, and the nodes that do not answer."""
-        found, silent = await all_ranks(self.cluster)
+        found, silent = await all_ranks(self.cluster, clients=clients)
         here = {
             entry.node
             for entry in found
@@ -117,7 +112,7 @@ class Gates:
             and entry.rank.place == pb.Rank.HERE
         }
         self.nodes = tuple(sorted(here | {description.source_node}))
-        return self.nodes, sorted(silent)
+        return {node: clients[node] for node in self.nodes}, sorted(silent)
 
     @contextlib.asynccontextmanager
     async def _clients(self, nodes: Iterable[str]) -> AsyncIterator[dict[str, DaemonClient]]:
@@ -129,8 +124,8 @@ class Gates:
     async def quiesce(self, description: pb.MoveDescription, timeout_s: float) -> None:
         """Closes every gate and lets each process run as far as the cut requires. On failure gates stay closed: undo."""
         deadline = time.monotonic() + timeout_s
-        nodes, silent = await self._nodes_of_the_job(description)
-        async with self._clients(nodes) as clients:
+        async with self._clients(self.cluster.nodes) as all_clients:
+            clients, silent = await self._of_the_job(all_clients, description)
             await self._find_cut(clients, description, silent, deadline, timeout_s)
 
     async def _find_cut(
@@ -143,15 +138,16 @@ class Gates:
     ) -> None:
         async def close(client: DaemonClient, node: str) -> pb.GateReport:
             self.closed.add(node)
-            return await client.gate.Close(description, timeout_s=_left(deadline))
+            return await _until_answered(client.gate.Close, description, deadline)
 
         ask: _Ask = close
-        view, pause_s = _View(description), ROUND_S
+        view, pause_s = View(description), ROUND_S
+        asked, all_asked_at = clients, time.monotonic()
         while True:
-            reports = await _ask_all(clients, ask)
+            reports = await _ask_all(asked, ask)
             self.rounds += 1
             # In a thread, so that the lease is renewed meanwhile: with thousands of ranks this takes a while.
-            cut, changed = await asyncio.to_thread(view.next, reports)
+            cut, changed = await asyncio.to_thread(view.next, reports, asked.keys())
             self.guessed = frozenset(cut.guesses)
             if cut.decision is Decision.REACHED and not changed:
                 return
@@ -164,6 +160,11 @@ class Gates:
                 pause_s = min(2 * pause_s, ROUND_MAX_S)
             else:
                 ask, pause_s = _setting_targets(description, changed, close, deadline), ROUND_S
+            moving = view.to_ask()
+            if moving is None or time.monotonic() > all_asked_at + ALL_S:
+                asked, all_asked_at = clients, time.monotonic()
+            else:
+                asked = {node: client for node, client in clients.items() if node in moving or node in changed}
 
     # ------------------------------------------------------------------ the end
 
@@ -184,6 +185,7 @@ class Gates:
 
 
 _Ask = Callable[[DaemonClient, str], Awaitable[pb.GateReport]]
+_Request = TypeVar("_Request", pb.MoveDescription, pb.SetTargetsRequest)
 
 
 async def _ask_all(clients: Mapping[str, DaemonClient], ask: _Ask) -> list[ProcessReport]:
@@ -214,115 +216,23 @@ def _setting_targets(
         if node not in changed:
             return await close(client, node)
         request = pb.SetTargetsRequest(move=description.move, processes=changed[node])
-        return await client.gate.SetTargets(request, timeout_s=_left(deadline))
+        return await _until_answered(client.gate.SetTargets, request, deadline)
 
     return ask
 
 
-class _View:
-    """What is known of the job, from round to round. Only what has changed is looked at again.
-
-    It also distinguishes idle from active processes. What threads do outside the gate is invisible here; only arrivals count.
-    """
-
-    def __init__(self, description: pb.MoveDescription) -> None:
-        self.description = description
-        self.numbers, self.membership = Numbers(), Membership()
-        self.cut: Cut | None = None
-        self._seen: dict[Process, _Seen] = {}
-        self._told: dict[Process, Rows] = {}  # what each gate was told last
-
-    def next(self, reports: Collection[ProcessReport]) -> tuple[Cut, dict[str, list[pb.ProcessTargets]]]:
-        """The cut after these reports, and what gates have to be told before the next round, by node."""
-        self._find_ended(reports)
-        self.numbers.add(reports)
-        for report in reports:
-            if not self._is_known(report):
-                self.membership.add(report, self.numbers(report.process))
-        shown = self._for_cut(reports)
-        self.cut = next_targets(shown, self._raised())
-        return self.cut, self._changes(reports, self.cut)
-
-    def _find_ended(self, reports: Iterable[ProcessReport]) -> None:
-        for process in self._seen.keys() - {report.process for report in reports}:
-            if self._seen[process].gate.communicators:
-                raise RankGone(
-                    f"process {process.pid} of rank {self._seen[process].gate.rank} has ended, and the others wait for it",
-                    where=Where.SOURCE_RUNNING,
-                )
-
-    def _is_known(self, report: ProcessReport) -> bool:
-        seen = self._seen.get(report.process)
-        return seen is not None and seen.gate == report.gate
-
-    def _for_cut(self, reports: Iterable[ProcessReport]) -> dict[int, Report]:
-        made, now = {}, time.monotonic()
-        for report in reports:
-            me, seen = self.numbers(report.process), self._seen.get(report.process)
-            if seen is None or seen.version != self.membership.version or seen.gate != report.gate:
-                shown = report_for_cut(report, me, self.membership)
-                since = seen.since if seen is not None and seen.idle == shown else now
-                running = report.not_waiting
-                active = replace(shown, running=running) if running else shown
-                several = ahead_of_itself(report, self.membership)
-                seen = _Seen(report.gate, self.membership.version, shown, active, since, several)
-                self._seen[report.process] = seen
-            made[me] = seen.idle if now - seen.since > PATIENCE_S else seen.active
-        return made
-
-    def _raised(self) -> Cut:
-        """The last cut with every target at least what some member has launched, and without aborted communicators."""
-        last = self.cut or Cut(Decision.RUN_ON, "", {}, (), {}, {})
-        aborted = self.membership.aborted
-        targets = {channel: count for channel, count in last.targets.items() if channel.comm not in aborted}
-        for seen in self._seen.values():
-            for channel, count in seen.several.items():
-                targets[channel] = max(targets.get(channel, 0), count)
-        permissions = last.permissions
-        if aborted:
-            permissions = {
-                rank: tuple(one for one in some if one.channel.comm not in aborted)
-                for rank, some in last.permissions.items()
-            }
-        return replace(last, targets=targets, permissions=permissions)
-
-    def _changes(self, reports: Collection[ProcessReport], cut: Cut) -> dict[str, list[pb.ProcessTargets]]:
-        if cut.decision is Decision.REACHED:
-            # Targets are reached and permissions end by themselves, except for a communicator that was aborted since.
-            aborted = self.membership.aborted
-            if not aborted or not any(_names(told, aborted) for told in self._told.values()):
-                return {}
-        rows = rows_for(
-            cut.targets, cut.permissions, {self.numbers(report.process) for report in reports}, self.membership
-        )
-        found: dict[str, list[pb.ProcessTargets]] = {}
-        for report in reports:
-            me = self.numbers(report.process)
-            if self._told.get(report.process, Rows((), ())) != rows[me]:
-                self._told[report.process] = rows[me]
-                found.setdefault(report.node, []).append(to_proto(report.process, me, rows[me], self.membership))
-        return found
-
-
-def _names(told: Rows, comms: Collection[str]) -> bool:
-    return any(row[0] in comms for row in told.targets) or any(one.channel.comm in comms for one in told.permissions)
-
-
-@dataclass
-class _Seen:
-    """One process in the last round."""
-
-    gate: pb.ProcessGate
-    version: int  # of the membership that its report was made with
-    idle: Report  # if nothing has changed for PATIENCE_S
-    active: Report  # otherwise
-    since: float  # when it last changed
-    several: Counts  # of `ahead_of_itself`
-
-
-def _left(deadline: float) -> float:
-    """The time-out of one request. Once the deadline has passed it is short, and the loop notices the deadline."""
-    return max(2.0, min(ASK_S, deadline - time.monotonic()))
+async def _until_answered(call: Unary[_Request, pb.GateReport], request: _Request, deadline: float) -> pb.GateReport:
+    """Makes an idempotent call again if it fails or its answer is lost, for at most ASK_S. Once the deadline has passed the
+    time-out is short, and the loop notices the deadline."""
+    ends, pause_s = time.monotonic() + max(2.0, min(ASK_S, deadline - time.monotonic())), TRY_AGAIN_S
+    while True:
+        try:
+            return await call(request, timeout_s=max(0.05, min(TRY_S, ends - time.monotonic())))
+        except (Unreachable, Timeout):
+            if time.monotonic() + pause_s >= ends:
+                raise
+        await asyncio.sleep(pause_s)
+        pause_s *= 2
 
 
 def _of(rank_uid: str, reports: Iterable[ProcessReport]) -> list[ProcessReport]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from migrator.quiesce import gates
+from migrator.quiesce import view
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NcclFailed, Timeout, Undone, Unreachable
 from tests.cli.conftest import FakeCluster, Migrator, a_rank
@@ -121,7 +121,7 @@ def test_waiting_thread_passes_by_a_guess_if_there_is_no_progress(
     cluster: FakeCluster, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 waits with an operation of another communicator. Two threads use it, so it is not certain to come first."""
-    monkeypatch.setattr(gates, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(view, "PATIENCE_S", 0.01)
     memberships = [{"aa": (2, 0), "bb": (2, 0)}, {"aa": (2, 1), "bb": (2, 1)}]
     behind = Gated(1, memberships[1], [collective("bb"), collective("aa")], users=(7, 8))
     deal(cluster, Gated(0, memberships[0], [collective("bb"), collective("aa")], at=0), behind)

@@ -195,19 +195,27 @@ class Job:
             self.gates[rank] = {}
 
     def rounds(self) -> Iterator[Cut]:
-        """The driver: reports and targets are transferred one by one while the job runs."""
+        """The driver: reports and targets are transferred one by one while the job runs. A rank that may launch nothing is
+        asked now and then, and a gate that knows all that it has to know is told nothing."""
         cut: Cut | None = None
+        reports: dict[int, Report] = {}
         while True:
-            reports: dict[int, Report] = {}
+            moving = cut.moving() if cut else None
+            fresh = {}
             for rank in self.shuffled():
                 self.run(1)
-                reports[rank] = self.report(rank)
+                if moving is None or rank in moving or self.rng.random() < 0.1:
+                    fresh[rank] = self.report(rank)
+            reports = {**reports, **fresh}
             cut = next_targets(reports, cut)
             yield cut
             for rank in self.shuffled():
                 self.run(1)
-                self.gates[rank] = cut.targets
-                self.permissions = {**self.permissions, rank: cut.permissions.get(rank, ())}
+                wanted, permissions = cut.wanted.get(rank, {}), cut.permissions.get(rank, ())
+                if wanted.items() <= self.gates[rank].items() and {*permissions} <= {*self.permissions.get(rank, ())}:
+                    continue
+                self.gates[rank] = wanted
+                self.permissions = {**self.permissions, rank: permissions}
             self.step()
 
     def hold(self) -> Cut:

@@ -122,7 +122,7 @@ def let_everybody_on(reports: Reports, last: Cut | None = None) -> Cut:
         for group in report.held.values():
             for channel, n in group.items():
                 targets[channel] = max(targets.get(channel, 0), report.launched.get(channel, 0) + n)
-    return replace(cut, targets=targets)
+    return replace(cut, targets=targets, wanted=dict.fromkeys(reports, targets))
 
 
 def let_nobody_on(reports: Reports, last: Cut | None = None) -> Cut:
@@ -132,13 +132,19 @@ def let_nobody_on(reports: Reports, last: Cut | None = None) -> Cut:
     for report in reports.values():
         for channel, count in report.launched.items():
             most[channel] = max(most.get(channel, 0), count)
-    return replace(cut, targets=most, permissions={})
+    return replace(cut, targets=most, permissions={}, wanted=dict.fromkeys(reports, most))
 
 
 def stop_when_all_are_held(reports: Reports, last: Cut | None = None) -> Cut:
     """The cut counts as reached when no thread runs."""
     cut = next_targets(reports, last)
     return cut if any(report.running for report in reports.values()) else replace(cut, decision=Decision.REACHED)
+
+
+def forget_who_is_late(reports: Reports, last: Cut | None = None) -> Cut:
+    """A rank that has not reached a target is not asked, nor told."""
+    cut = next_targets(reports, last)
+    return replace(cut, wanted={rank: counts for rank, counts in cut.wanted.items() if rank != max(cut.wanted)})
 
 
 ROUNDS = (
@@ -148,6 +154,7 @@ ROUNDS = (
     collectives_alone,
     let_everybody_on,
     let_nobody_on,
+    forget_who_is_late,
     stop_when_all_are_held,
 )
 
