@@ -47,7 +47,9 @@ def test_rank_that_is_behind_runs_to_the_cut(cluster: FakeCluster, migrator: Mig
     assert cluster["node-1"].called("PrepareDevice", "Close")[:2] == ["PrepareDevice", "Close"], (
         "made ready while the job runs"
     )
-    assert cluster["node-1"].called(*NCCL)[-6:] == ["SetTargets", "Detach", "Freeze", "Attach", "Commit", "Open"]
+    assert cluster["node-1"].called(*NCCL)[-6:] == ["Close", "Detach", "Freeze", "Attach", "Commit", "Open"]
+    assert cluster["node-2"].called("SetTargets"), "only a gate that has something to reach is told"
+    assert not cluster["node-1"].called("SetTargets")
     assert cluster["node-2"].called(*NCCL)[-1] == "Open"
     phases = [phase["name"] for phase in result["phases"]]  # type: ignore[attr-defined]
     assert phases == [

@@ -57,7 +57,7 @@ def test_permission_is_handed_out_and_ends() -> None:
     _, told = view.next([ahead, late])
     (permission,) = told["node-1"][0].permissions
     assert (permission.thread, permission.until.communicator, permission.until.count) == (7, OLD, 5)
-    assert "node-0" not in told
+    assert not told["node-0"][0].permissions
 
 
 def test_older_shim_gets_no_permission() -> None:
@@ -73,3 +73,55 @@ def test_process_that_has_ended_is_named() -> None:
     view.next([process(0, comm(OLD, 0, 5)), process(1, comm(OLD, 1, 4))])
     with pytest.raises(RankGone, match="process 1 of rank 1 has ended"):
         view.next([process(0, comm(OLD, 0, 5))])
+
+
+def test_only_nodes_with_processes_that_may_go_on_are_asked() -> None:
+    view = View(pb.MoveDescription())
+    there, late = process(0, comm(OLD, 0, 5)), process(1, comm(OLD, 1, 4))
+    view.next([there, late])
+    assert view.to_ask() == {"node-1"}
+    cut, told = view.next([process(1, comm(OLD, 1, 5))], {"node-1"})
+    assert (cut.decision, told, view.to_ask()) == (Decision.REACHED, {}, set())
+
+
+def test_all_nodes_are_asked_while_a_member_is_not_known() -> None:
+    view = View(pb.MoveDescription())
+    view.next([process(0, comm(OLD, 0, 5))])
+    assert view.to_ask() is None
+
+
+def test_process_that_has_ended_on_a_node_that_was_not_asked_is_noticed_when_it_is() -> None:
+    view = View(pb.MoveDescription())
+    view.next([process(0, comm(OLD, 0, 5)), process(1, comm(OLD, 1, 4))])
+    view.next([process(1, comm(OLD, 1, 4))], {"node-1"})
+    with pytest.raises(RankGone, match="process 1 of rank 0 has ended"):
+        view.next([process(1, comm(OLD, 1, 4))])
+
+
+def test_later_guesses_wait_as_long_as_processes_needed_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads of rank 1 use the communicator, so it is a guess that the one at the gate has to pass."""
+    now = 100.0
+    monkeypatch.setattr("migrator.quiesce.view.time.monotonic", lambda: now)
+
+    def late(other: int) -> ProcessReport:
+        made = process(1, comm(OLD, 1, 4), comm(NEW, 1, other), held=NEW)
+        for one in made.gate.communicators:
+            one.users.append(8)
+        return made
+
+    view, ahead = View(pb.MoveDescription()), process(0, comm(OLD, 0, 9), comm(NEW, 0, 20))
+    guessed: list[float] = []
+    began = now
+    for _ in range(2000):
+        other = 20 + len(guessed)
+        cut, _ = view.next([ahead, late(other)])
+        if sum(cut.guesses.values()) > len(guessed):
+            guessed.append(now - began)
+            began = now
+        now += 0.005
+        if len(guessed) == 3:
+            break
+    first, second, third = guessed
+    assert first > 0.5
+    assert second < 0.2
+    assert third < 0.2
