@@ -5,23 +5,27 @@ On nodes with fake GPUs the ranks can also have device memory, which the shim of
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from integration.harness import WORK, WORKLOADS, Cluster, Job, until
+from integration.harness import PATIENCE_S, WORK, WORKLOADS, Cluster, Job, until
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.rules import Mark
+from tests.fakes import verbs_fake
 from tests.fakes.cuda_fake import GpuNode, gpus
 
 SOURCES = Path(__file__).parents[1] / "tests" / "fakes" / "nccl"
+#: A library other than NCCL that opens an RDMA device.
+FOREIGN = "libforeign.so"
 PROGRAM = (sys.executable, str(WORKLOADS / "nccl_steps.py"))
 
 
@@ -32,6 +36,38 @@ def library_dir() -> Path:
     made = subprocess.run(["make", "-C", SOURCES, "-j2", f"BUILD={folder}"], capture_output=True, text=True)
     assert made.returncode == 0, made.stdout + made.stderr
     return folder
+
+
+@cache
+def verbs_dir() -> Path:
+    """The same for the fake libibverbs."""
+    folder = WORK / "nccl" / "verbs"
+    made = subprocess.run(["make", "-C", verbs_fake.SOURCES, f"BUILD={folder}"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout + made.stderr
+    return folder
+
+
+@contextlib.contextmanager
+def rdma_devices(nodes: Cluster, count: int = 2) -> Iterator[None]:
+    """So many RDMA devices on every node: files in a folder that only the node sees."""
+
+    def everywhere(script: str) -> None:
+        for node in nodes.lab.nodes:
+            with nodes.lab.spawn(node, ["sh", "-c", script, "sh", str(count)]) as running:
+                assert running.wait(PATIENCE_S) == 0, node
+
+    everywhere(verbs_fake.MAKE_DEVICES)
+    try:
+        yield
+    finally:
+        everywhere(f"umount --lazy {verbs_fake.FOLDER}")
+
+
+def rdma_of(pid: int) -> list[str]:
+    """The RDMA devices that a process has open or mapped."""
+    names = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()]
+    names += [line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return sorted(name for name in names if name.startswith(verbs_fake.FOLDER))
 
 
 def _meeting() -> Path:
@@ -87,6 +123,7 @@ class NcclJob:
     buffer_mib: int = 0  # of each communicator, on the device
     witnesses: Sequence[Path] = ()  # of each rank: the file to which it appends its steps
     environment: Sequence[str] = ()  # more variables, as NAME=VALUE
+    rdma: bool = False  # NCCL communicates through RDMA devices (see `rdma_devices`)
     ranks: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -96,11 +133,15 @@ class NcclJob:
             count = len(self.places)
             words = _arguments(self.meeting, self.shape, rank, count, 1_000_000, self.pace_s, self.device_mib)
             folders = [str(library_dir()), *([self.gpus[node].library_dir] if self.gpus else [])]
+            if self.rdma:
+                folders.append(str(verbs_dir()))
+                words += ["--beside", str(verbs_dir() / FOREIGN)]
             environment = [
                 f"LD_LIBRARY_PATH={':'.join(folders)}",
                 f"FAKE_NCCL_FAULT_FILE={self._faults(rank)}",
                 f"FAKE_NCCL_BUFFER_MIB={self.buffer_mib}",
                 *self.environment,
+                *(["FAKE_NCCL_NET=IB"] if self.rdma else []),
             ]
             self._faults(rank).touch()
             if self.witnesses:
@@ -118,6 +159,11 @@ class NcclJob:
         fresh = self.meeting / f"faults-{rank}.new"
         fresh.write_text(entry)
         fresh.rename(self._faults(rank))
+
+    def open_beside_nccl(self, rank: int) -> None:
+        """Makes another library in this rank open an RDMA device."""
+        (self.meeting / f"beside-{rank}").touch()
+        until("the device to be opened", (self.meeting / f"beside-{rank}-opened").exists)
 
     def slow_down(self, rank: int, node: str) -> None:
         """Makes a rank slow as long as it is on this node."""

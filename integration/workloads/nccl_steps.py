@@ -318,6 +318,14 @@ def grid(job: Job) -> Callable[[], None]:
 SHAPES = {"world": world, "pairs": pairs, "grid": grid}
 
 
+def open_beside_nccl(options: argparse.Namespace) -> None:
+    asked = Path(options.meeting) / f"beside-{options.rank}"
+    while not asked.exists():
+        time.sleep(0.02)
+    assert ctypes.CDLL(options.beside).foreign_open() == 0
+    asked.with_name(f"{asked.name}-opened").touch()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--meeting", required=True)
@@ -329,8 +337,11 @@ def main() -> int:
     parser.add_argument("--stuck-at", type=int, default=-1, help="a step in which --stuck waits until FOLDER/go exists")
     parser.add_argument("--stuck", action="store_true", help="the others write FOLDER/launched-R when they wait for it")
     parser.add_argument("--device-mib", type=int, default=0)
+    parser.add_argument("--beside", default="", help="a library that opens an RDMA device when FOLDER/beside-R exists")
     parser.add_argument("--witness", default=os.devnull, help="every step is appended to this file, as in chain.py")
     options = parser.parse_args()
+    if options.beside:
+        threading.Thread(target=open_beside_nccl, args=(options,), daemon=True).start()
     job = Job(options)
     step = SHAPES[options.shape](job)
     for job.step in range(options.steps):

@@ -40,6 +40,7 @@ enum snapshim_command {
 	SNAPSHIM_NCCL_NEW_ID = 22,
 	SNAPSHIM_NCCL_FRESH = 23,
 	SNAPSHIM_NCCL_ATTACH = 24,
+	SNAPSHIM_NCCL_CLOSE_DEVICES = 25, /* of RDMA; an older library does not know it */
 
 	/* Device memory that the shim backs, in libsnapshim-offload.so (shim/README.md, "Device memory"); ENOSYS in the
 	 * other. argument[0]: milliseconds. */
@@ -121,6 +122,7 @@ SNAPSHIM_EXPORT long syscall(long number, ...);
  *   cuIpcGetEventHandle cuIpcOpenEventHandle cuMemExportToShareableHandle cuMemImportFromShareableHandle
  *   cudaStreamBeginCapture cudaStreamBeginCapture_ptsz cudaStreamBeginCaptureToGraph cudaStreamBeginCaptureToGraph_ptsz
  *   cudaStreamEndCapture cudaStreamEndCapture_ptsz
+ *   dlvsym ibv_open_device ibv_close_device ibv_get_async_event
  */
 
 /* And by libsnapshim-offload.so alone:

@@ -87,6 +87,16 @@ class Communicator:
 
 
 @dataclass(frozen=True)
+class RdmaDevice:
+    """An RDMA device that a process has open through libibverbs."""
+
+    device: str
+    owner: str  # the path of the library that opened it
+    nccl: bool  # an NCCL that the shim knows opened it, and the shim can close it
+    descriptors: tuple[int, ...]  # of the device and of its events
+
+
+@dataclass(frozen=True)
 class Report:
     """The state of a process's gate and communicators. `text` is the shim's JSON, unparsed."""
 
@@ -103,6 +113,7 @@ class Report:
     )
     unseen_threads: int = 0  # ran when `threads` were counted, so that they are NCCL's or the job's
     ids_unused: int = 0  # unique ids that were made and not used: NCCL has a thread for each
+    rdma: tuple[RdmaDevice, ...] | None = None  # None: the library is older and does not know
 
     def refusals(self) -> list[str]:
         """ "COMM: why", for every communicator that cannot be taken down."""
@@ -119,8 +130,9 @@ def uses_nccl(pids: Iterable[int]) -> list[int]:
     return found
 
 
-def reports(pids: Iterable[int]) -> list[tuple[tree.Process, Report]]:
+def reports(pids: Iterable[int], *, idle: bool = False) -> list[tuple[tree.Process, Report]]:
     """The processes that have communicators, or a closed gate, with their reports. One without a control thread has none.
+    `idle`: also those that only have RDMA devices open.
 
     One that has destroyed its last communicator behind the gate counts: its next one waits there until the gate opens.
     """
@@ -140,7 +152,7 @@ def reports(pids: Iterable[int]) -> list[tuple[tree.Process, Report]]:
             if tree.stopped(pid):
                 continue
             report = read(process)
-            if report.comms or report.gate_closed:
+            if report.comms or report.gate_closed or (idle and report.rdma):
                 found.append((process, report))
     return found
 
@@ -172,6 +184,7 @@ def parse(text: str) -> Report:
             passed=int(report["passed"]) if "passed" in report else None,
             unseen_threads=int(report.get("unseen_threads", 0)),
             ids_unused=int(report.get("ids_unused", 0)),
+            rdma=tuple(map(_device, report["rdma"])) if "rdma" in report else None,
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise Damaged(f"a process's NCCL report makes no sense ({error!r}): {text[:80]!r}") from error
@@ -185,6 +198,15 @@ def _communicator(report: dict[str, Any], held: Collection[str]) -> Communicator
     elif found.state == "live" and report.get("in_progress"):
         why.append("one of its calls is still in progress (a non-blocking communicator)")
     return replace(found, refusals=tuple(why), held=found.state == "pending" and found.id in held)
+
+
+def _device(report: dict[str, Any]) -> RdmaDevice:
+    return RdmaDevice(
+        device=str(report["device"]),
+        owner=str(report["owner"]),
+        nccl=bool(report["nccl"]),
+        descriptors=tuple(int(number) for number in report["descriptors"]),
+    )
 
 
 def _counts(report: dict[str, Any]) -> Communicator:
@@ -247,6 +269,16 @@ def _has_gate(process: tree.Process) -> bool:
 def detach(process: tree.Process, comms: Sequence[str], timeout_s: float) -> None:
     """Drains these communicators and takes them down. Skips those that the process does not have or that are down."""
     _ask(process, Command.NCCL_DETACH, timeout_s, "take its communicators down", comms)
+
+
+def close_devices(process: tree.Process, timeout_s: float) -> None:
+    """Closes the RDMA devices that NCCL keeps open; its communicators are down. Another library's are refused by its name.
+
+    What is built in this process after that is built by a fresh copy of NCCL. A library that is older does not track devices:
+    if any is open, the check after the freeze refuses it.
+    """
+    if read(process).rdma is not None:
+        _ask(process, Command.NCCL_CLOSE_DEVICES, timeout_s, "close its RDMA devices")
 
 
 def new_id(process: tree.Process, timeout_s: float) -> str:

@@ -29,6 +29,7 @@ closed-files         files there that the rank has made and closed are moved too
 file-locks           locks are moved; refuses exclusive locks on files that both nodes may share
 gpu-descriptors      no GPU is open except in processes that hold CUDA, whose checkpoint closes it
 devices              no device except null, zero, full, random, urandom and terminals
+rdma                 no RDMA device but those of NCCL, which are closed when its communicators are taken down
 terminals            a terminal's master is the keeper's or inside the rank
 io-uring             no io_uring, which CRIU cannot dump
 kernel-objects       eventfd, epoll, timerfd, signalfd, inotify and pidfds of the rank are allowed; perf, BPF … are not
@@ -44,7 +45,6 @@ gpu-mig              … whole GPUs, no MIG partitions
 gpu-mps              … no multi-process service
 gpu-managed-memory   … no managed memory, which the driver cannot checkpoint
 gpu-ipc              … no device memory shared with other processes
-gpu-rdma             … no RDMA device, with which device memory may be registered
 gpu-profiler         … no nsys, ncu, compute-sanitizer or cuda-gdb in the process
 gpu-parking          … the shim can park every thread while the driver works
 gpu-device-memory    … whether the driver's checkpoint or the shim moves its device memory

@@ -119,6 +119,7 @@ RECHECKS: dict[str, Callable[[Inspection], Check]] = {
         "deleted-files",
         "gpu-descriptors",  # the driver's checkpoint has closed those of CUDA processes
         "devices",
+        "rdma",  # the shim has closed those of NCCL
         "terminals",
         "io-uring",
         "kernel-objects",

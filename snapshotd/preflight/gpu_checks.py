@@ -15,7 +15,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.cuda.pairing import describe, driver_major
 from snapshotd.preflight.inspection import Inspection
-from snapshotd.preflight.objects import NETWORK_DEVICE, Kind
+from snapshotd.preflight.objects import Kind
 from snapshotd.preflight.process_info import ProcessInfo
 from snapshotd.preflight.reports import DriverReport
 from snapshotd.preflight.verdict import listed, passed, refused, warned
@@ -168,17 +168,6 @@ def mig(rank: Inspection, gpu: DriverReport) -> Check:
             "run the job on a whole GPU (`nvidia-smi -mig 0`)",
         )
     return passed("gpu-mig", "whole GPUs")
-
-
-def rdma(rank: Inspection, gpu: DriverReport) -> Check:
-    found = [str(thing) for thing in rank.of_kind(Kind.DEVICE) if NETWORK_DEVICE.match(thing.path)]
-    if found:
-        return refused(
-            "gpu-rdma",
-            f"the rank has RDMA devices open, with which device memory may be registered: {listed(found)}",
-            "turn RDMA off for the job (NCCL_IB_DISABLE=1 NCCL_NET=Socket, and UCX_TLS without rc and gdr_copy)",
-        )
-    return passed("gpu-rdma", "no RDMA device open")
 
 
 def profiler(rank: Inspection, gpu: DriverReport) -> Check:

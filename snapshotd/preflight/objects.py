@@ -20,7 +20,7 @@ from snapshotd.proc.maps import DELETED, Mapping, map_file
 
 _GPU = re.compile(r"/dev/(nvidia|dri/|kfd|nvmap)")
 #: RDMA and other network devices that programs use past the kernel's sockets.
-NETWORK_DEVICE = re.compile(r"^/dev/(infiniband/|gdrdrv|hfi1|cxi)")
+_RDMA = re.compile(r"/dev/(infiniband/|gdrdrv|hfi1|cxi)|anon_inode:\[infinibandevent\]")
 #: Caches of sssd and nscd: the daemon of each node writes its own, and libraries map them. A library checks the header at
 #: every look-up and starts anew if the cache is another one, so the target's takes the place of the source's.
 _NODE_CACHE = re.compile(r"/var/lib/sss/mc/\w+|/var/(cache|db|lib|run)/nscd/\w+|/run/nscd/\w+")
@@ -41,6 +41,7 @@ class Kind(Enum):
     DIRECTORY = auto()
     FIFO = auto()
     GPU = auto()  # the device of a GPU, recognised by its path
+    RDMA = auto()  # a device of RDMA or of another network that bypasses the kernel, or the descriptor of its events
     DEVICE = auto()
     ANON = auto()  # anon_inode, pidfd, namespace…: named by its link
     PIPE = auto()
@@ -85,6 +86,11 @@ class Object:
 def is_node_cache(path: str) -> bool:
     """Whether a file that is only read may have other content on the target."""
     return _NODE_CACHE.fullmatch(path) is not None
+
+
+def is_rdma(link: str) -> bool:
+    """Whether a link of /proc/PID/fd, or the path of a mapping, is of RDMA."""
+    return _RDMA.match(link) is not None
 
 
 def gather(processes: Iterable[ProcessInfo]) -> list[Object]:
@@ -152,6 +158,8 @@ def kind_of(link: str, stat: os.stat_result | None) -> Kind:
     ):
         if link.startswith(start):
             return kind
+    if is_rdma(link):
+        return Kind.RDMA
     if stat is None or not link.startswith("/"):
         return Kind.ANON
     if mode_of.S_ISDIR(stat.st_mode):

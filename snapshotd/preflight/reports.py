@@ -38,7 +38,7 @@ class NcclReports:
 def read_nccl_reports(pids: Sequence[int]) -> NcclReports:
     """Asks the shim of every process that has NCCL loaded. Nothing is changed. Blocking."""
     try:
-        return NcclReports(tuple((process.pid, report) for process, report in ncclctl.reports(pids)))
+        return NcclReports(tuple((process.pid, report) for process, report in ncclctl.reports(pids, idle=True)))
     except SnapshotError as error:
         return NcclReports(problem=error.message, remedy=error.advice)
 

@@ -7,7 +7,7 @@ import re
 
 from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.preflight.inspection import Inspection
-from snapshotd.preflight.objects import NETWORK_DEVICE, Kind, Object, is_carried
+from snapshotd.preflight.objects import Kind, Object, is_carried
 from snapshotd.preflight.outsiders import Held, find_outsiders
 from snapshotd.preflight.verdict import listed, passed, refused, warned
 from snapshotd.proc.fd import read_info, read_links
@@ -24,16 +24,13 @@ _PIDFD = re.compile(r"^(anon_inode:\[pidfd\]|pidfd:\[\d+\])$")
 
 
 def devices(rank: Inspection) -> Check:
-    """All devices but GPUs (gpu-descriptors) and, of a GPU rank, network devices (gpu-rdma, which has another remedy)."""
+    """All devices but those of GPUs (gpu-descriptors) and RDMA (rdma)."""
     found = [thing for thing in rank.of_kind(Kind.DEVICE) if not _is_movable(thing)]
-    network = any(NETWORK_DEVICE.match(thing.path) for thing in found)
-    if rank.gpu is not None:
-        found = [thing for thing in found if not NETWORK_DEVICE.match(thing.path)]
     if found:
         return refused(
             "devices",
             f"the rank has devices open whose state cannot be moved: {listed([str(thing) for thing in found])}",
-            "turn RDMA off for the job (NCCL_IB_DISABLE=1)" if network else "close the device before the move",
+            "close the device before the move",
         )
     return passed("devices", "only null, zero, full, random, urandom and terminals")
 

@@ -17,6 +17,7 @@ from snapshotd.preflight import (
     gpu_shim_checks,
     nccl_checks,
     process_checks,
+    rdma_checks,
     resource_checks,
     socket_checks,
 )
@@ -52,6 +53,7 @@ SOURCE_CHECKS: dict[str, Callable[[Inspection], Check]] = {
     "file-locks": process_checks.file_locks,
     "gpu-descriptors": gpu_checks.descriptors,
     "devices": resource_checks.devices,
+    "rdma": rdma_checks.rdma,
     "terminals": resource_checks.terminals,
     "io-uring": resource_checks.io_uring,
     "kernel-objects": resource_checks.kernel_objects,
@@ -73,7 +75,6 @@ GPU_CHECKS: dict[str, Callable[[Inspection, DriverReport], Check]] = {
     "gpu-mps": gpu_checks.mps,
     "gpu-managed-memory": lambda rank, gpu: gpu_shim_checks.managed_memory(rank, gpu, shimctl),
     "gpu-ipc": lambda rank, gpu: gpu_shim_checks.ipc(rank, gpu, shimctl),
-    "gpu-rdma": gpu_checks.rdma,
     "gpu-profiler": gpu_checks.profiler,
     "gpu-parking": lambda rank, gpu: gpu_shim_checks.parking(rank, gpu, shimctl),
     "gpu-device-memory": lambda rank, gpu: gpu_shim_checks.device_memory(rank, gpu, shimctl),

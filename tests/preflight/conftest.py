@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -24,3 +25,8 @@ def rank() -> Iterator[Starter]:
     yield begin
     for child in reversed(children):  # a tracer before what it traces
         child.end()
+
+
+@pytest.fixture
+def compiler() -> str:
+    return shutil.which("cc") or pytest.skip("needs a C compiler")

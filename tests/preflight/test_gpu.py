@@ -212,7 +212,7 @@ ALTERED: dict[str, tuple[str, Callable[[DriverReport], DriverReport], str, str]]
         "gpu-managed-memory",
         r": 8 MiB",
     ),
-    "rdma": ("gpu()\nos.open('/dev/infiniband/uverbs0', os.O_RDONLY)", lambda report: report, "gpu-rdma", "uverbs0"),
+    "rdma": ("gpu()\nos.open('/dev/infiniband/uverbs0', os.O_RDONLY)", lambda report: report, "rdma", "uverbs0"),
     "mig": (
         "gpu()",
         lambda report: replace(report, gpus=(card(0, *report.gpus[0].processes, mig=True),)),
@@ -302,11 +302,6 @@ def test_managed_memory_that_was_freed_is_warned_about(rank: Starter, shim: Fake
     check = inspect(child, seen(child))[1]["gpu-managed-memory"]
     assert check.verdict == Check.WARN
     assert f"(pid {child.pids[0]}): 3 times" in check.reason
-
-
-def test_rdma_of_a_rank_without_gpu_is_a_device(rank: Starter) -> None:
-    checks = inspect(gpu_rank(rank, "os.open('/dev/infiniband/uverbs0', os.O_RDONLY)"), None)[1]
-    assert [check.name for check in refusals(checks.values())] == ["devices"]
 
 
 def test_gpu_of_other_processes_does_not_count(rank: Starter) -> None:

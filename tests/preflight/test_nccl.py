@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
 import subprocess
 import time
@@ -79,11 +78,6 @@ def test_nccl_threads_without_the_library_are_refused(rank: Starter) -> None:
     check = static(inspected(rank(NAMED + "start(b'NCCL Progress 1')").pids))
     assert check.verdict == Check.REFUSE
     assert "NCCL Progress 1" in check.reason
-
-
-@pytest.fixture
-def compiler() -> str:
-    return shutil.which("cc") or pytest.skip("needs a C compiler")
 
 
 def library(compiler: str, path: Path, *options: str) -> Path:

@@ -41,6 +41,7 @@ static int dispatch(uint32_t command, int64_t timeout_ns)
 		}
 		return nccl_dispatch(command, timeout_ns);
 	case SNAPSHIM_NCCL_ROOM ... SNAPSHIM_NCCL_FRESH:
+	case SNAPSHIM_NCCL_CLOSE_DEVICES:
 		return nccl_dispatch(command, timeout_ns);
 	case SNAPSHIM_MEMORY_OPEN ... SNAPSHIM_MEMORY_DROP:
 		return memory_dispatch(command, timeout_ns);

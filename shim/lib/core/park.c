@@ -20,7 +20,7 @@
 #define PATIENCE_NS 50000000
 
 /* The handler recognises the shim's signal by its value, because the job may send the same signal. */
-static long send_signal(int tid)
+long signal_thread(int tid)
 {
 	siginfo_t info;
 
@@ -68,7 +68,7 @@ static int scan(int *job_threads)
 		if (!coming && !parking_find(parking.signalled, tid)) {
 			int *slot = parking_claim(parking.signalled, tid); /* before it can be answered */
 
-			if (send_signal(tid) != 0 && slot)
+			if (signal_thread(tid) != 0 && slot)
 				STORE(slot, 0);
 		}
 	}

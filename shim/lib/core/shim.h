@@ -91,6 +91,7 @@ void park_here(const void *context);
 int park(int64_t timeout_ns, bool outside_driver);
 int release(int64_t timeout_ns);
 void park_forget(void);
+long signal_thread(int tid); /* interrupts its system call; it is parked only while PARK runs. 0 or a negative errno */
 
 /* memory_calls.c: threads inside a call that changes the device memory which we back. */
 void memory_enter(void);
@@ -127,6 +128,9 @@ bool nccl_contains(const void *address);
 
 /* nccl/capture.c: whether any stream is being captured into a CUDA graph. */
 bool captures_under_way(void);
+
+/* nccl/rdma.c: in a forked child. */
+void rdma_forget(void);
 
 /* nccl/dispatch.c: the commands about NCCL, SNAPSHIM_NCCL_… */
 int nccl_dispatch(uint32_t command, int64_t timeout_ns);

@@ -12,6 +12,7 @@
 
 #include "core/shim.h"
 #include "gate.h"
+#include "rdma.h"
 
 static int fail_late(struct nccl_job *job)
 {
@@ -94,11 +95,9 @@ static int new_id(struct nccl_job *job)
 	return 0;
 }
 
-static int load_fresh(struct nccl_job *job)
+static int must_be_detached(struct nccl_job *job)
 {
-	char message[MESSAGE_BYTES];
 	struct nccl_comm *comm;
-	int failed;
 
 	for (size_t i = 0; (comm = comm_at(i)); i++) {
 		int state = atomic_load(&comm->state);
@@ -107,6 +106,16 @@ static int load_fresh(struct nccl_job *job)
 		if (state != UNUSED && state != DETACHED && state != LOST && (state != PENDING || atomic_load(&comm->real)))
 			return job_fails(job, EBUSY, "communicator %016lx is not detached", (unsigned long)comm->id);
 	}
+	return 0;
+}
+
+static int load_fresh(struct nccl_job *job)
+{
+	char message[MESSAGE_BYTES];
+	int failed;
+
+	if (must_be_detached(job))
+		return job->status;
 	while (!gate_is_drained(message, sizeof(message))) {
 		if (!job_in_time(job))
 			return job_fails(job, ETIMEDOUT, "%s", message);
@@ -114,6 +123,23 @@ static int load_fresh(struct nccl_job *job)
 	}
 	failed = real_load_fresh(message, sizeof(message));
 	return failed ? job_fails(job, failed, "%s", message) : 0;
+}
+
+/* If the RDMA devices of the current instance were closed under it, no call may reach it any more. */
+static int renew(struct nccl_job *job)
+{
+	struct nccl_instance *instance = real_instance();
+
+	return instance && LOAD(&instance->released) ? load_fresh(job) : 0;
+}
+
+static int close_devices(struct nccl_job *job)
+{
+	if (atomic_load(&gate_word) != GATE_CLOSED)
+		return job_fails(job, EPERM, "the gate is open");
+	if (LOAD(&snapshim_mailbox.parked))
+		return job_fails(job, EBUSY, "the job is parked, so NCCL's threads cannot end");
+	return must_be_detached(job) ? job->status : rdma_release(job);
 }
 
 static int act(struct nccl_job *job)
@@ -126,15 +152,19 @@ static int act(struct nccl_job *job)
 	case SNAPSHIM_NCCL_REPORT:
 		return report(job);
 	case SNAPSHIM_NCCL_OPEN:
+		if (renew(job))
+			return job->status;
 		return gate_open(job->number) ? 0 : fail_late(job);
 	case SNAPSHIM_NCCL_DETACH:
 		return detach(job);
 	case SNAPSHIM_NCCL_NEW_ID:
-		return new_id(job);
+		return renew(job) ? job->status : new_id(job);
 	case SNAPSHIM_NCCL_FRESH:
 		return load_fresh(job);
+	case SNAPSHIM_NCCL_CLOSE_DEVICES:
+		return close_devices(job);
 	default:
-		return attach(job);
+		return renew(job) ? job->status : attach(job);
 	}
 }
 

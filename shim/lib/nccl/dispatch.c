@@ -155,4 +155,5 @@ int nccl_dispatch(uint32_t command, int64_t timeout_ns)
 void nccl_forget(void)
 {
 	jobs_forget();
+	rdma_forget();
 }

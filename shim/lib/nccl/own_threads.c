@@ -52,7 +52,7 @@ static uint64_t stack_pointer(int tid)
 }
 
 /* Not one that has ended, nor one that is exiting in the kernel: pthread_join has already returned for it. */
-static bool still_there(int tid)
+bool thread_exists(int tid)
 {
 	char path[64], text[512] = "", *name_end;
 	unsigned long flags = 0;
@@ -161,7 +161,7 @@ int threads_inside(uint64_t from, uint64_t to, int *unseen)
 		if (at)
 			inside += is_inside(memory, &ranges, at, from, to);
 		else
-			*unseen += still_there(tid);
+			*unseen += thread_exists(tid);
 	}
 	*unseen += !tasks || memory < 0;
 	free(ranges.sorted);

@@ -96,12 +96,17 @@ struct nccl_instance *real_instance(void)
 	return instance;
 }
 
-bool nccl_contains(const void *address)
+struct nccl_instance *real_containing(const void *address)
 {
 	for (struct nccl_instance *instance = atomic_load(&current); instance; instance = instance->before)
 		if ((uintptr_t)address >= instance->text_from && (uintptr_t)address < instance->text_to)
-			return true;
-	return false;
+			return instance;
+	return NULL;
+}
+
+bool nccl_contains(const void *address)
+{
+	return real_containing(address) != NULL;
 }
 
 const char *real_path(void)

@@ -12,6 +12,7 @@ struct nccl_instance {
 	struct nccl_instance *before; /* the record stays after unloading: a thread may have just read it */
 	int number; /* 0: the job's own; then one more for each fresh copy */
 	uint64_t text_from, text_to; /* where its code is */
+	uint32_t released; /* 1: its RDMA devices were closed under it, so it must not be used again */
 	int version; /* from ncclGetVersion */
 	void *function[SYMBOLS]; /* NULL: this version has no such symbol */
 };
@@ -20,6 +21,8 @@ extern const char *const nccl_symbol_names[SYMBOLS];
 
 /* The current instance; NULL if the process has not loaded NCCL. Cheap. */
 struct nccl_instance *real_instance(void);
+/* The instance whose code contains the address, or NULL. */
+struct nccl_instance *real_containing(const void *address);
 /* The path of the job's own library; "" before it was found. */
 const char *real_path(void);
 /* Loads a fresh copy, which is the instance from then on. No communicator may be alive. 0 or an errno, and the reason in

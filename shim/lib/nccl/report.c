@@ -11,6 +11,7 @@
 #include "ids.h"
 #include "registrations.h"
 #include "own_threads.h"
+#include "rdma.h"
 
 struct text {
 	char *bytes;
@@ -189,6 +190,25 @@ static int own_threads(int *unseen)
 	return count;
 }
 
+static void put_devices(struct text *text)
+{
+	const struct rdma_context *entry;
+
+	put(text, ",\"rdma\":[");
+	for (size_t i = 0; (entry = rdma_at(i)); i++) {
+		if (!entry->context)
+			continue;
+		separate(text);
+		put(text, "{\"device\":");
+		put_string(text, entry->device);
+		put(text, ",\"owner\":");
+		put_string(text, entry->owner);
+		put(text, ",\"nccl\":%s,\"descriptors\":[%d,%d]}", entry->instance ? "true" : "false", entry->commands,
+		    entry->events);
+	}
+	put(text, "]");
+}
+
 int report(struct nccl_job *job)
 {
 	struct nccl_instance *instance = real_instance();
@@ -219,6 +239,7 @@ int report(struct nccl_job *job)
 	}
 	put(&text, "]");
 	put_threads(&text);
+	put_devices(&text);
 	nccl_unlock(&before);
 	put(&text, ",\"nccl_threads\":%d,\"unseen_threads\":%d,\"ids_unused\":%d,\"allocations\":%d}", left, unseen,
 	    ids_unused(), allocations());

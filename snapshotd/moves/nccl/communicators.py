@@ -15,18 +15,19 @@ from typing import Any
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import RankGone, Refused, SnapshotError, Where, WrongState
+from snapshotd.inprocess import ncclctl
 from snapshotd.keepers.listing import ranks_of
 from snapshotd.moves import rules
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, leftovers
-from snapshotd.moves.nccl.members import ATTACH_S, DETACH_S, NEW_ID_S, Members, cause
+from snapshotd.moves.nccl.members import ATTACH_S, CLOSE_DEVICES_S, DETACH_S, NEW_ID_S, Members, cause
 from snapshotd.moves.nccl.membership import Membership, membership_of, untried
 from snapshotd.moves.node import Node
 from snapshotd.moves.rules import Mark
 from snapshotd.proc import host
 from snapshotd.proc.tree import Process
 from snapshotd.runtime import metrics
-from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.blocking import all_at_once, in_thread
 from snapshotd.runtime.faults import Point, reach
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class Communicators:
     # ------------------------------------------------------------------ the steps, for the driver
 
     async def detach(self, moving: Moving) -> pb.DetachReply:
-        """Takes down every communicator that the rank is in, on all members. The caller holds the move's lock."""
+        """Takes down every communicator that the rank is in, on all members, and then closes the RDMA devices of this rank's NCCL.
+        Other members keep theirs, because they go on with the copy of NCCL that has them open. The caller holds the move's lock."""
         began, uid = host.boottime_s(), moving.log.begin.rank_uid
         membership = moving.log.record.communicators
         if membership is None:
@@ -63,7 +65,9 @@ class Communicators:
             membership = await self._learn(moving)
         await reach(Point.BEFORE_DETACH)
         await self._detach_all(moving, membership)
-        await leftovers.must_be_none(await self._processes(moving))
+        processes = await self._processes(moving)
+        await all_at_once(lambda each: ncclctl.close_devices(each, CLOSE_DEVICES_S), processes)
+        await leftovers.must_be_none(processes)
         await reach(Point.DETACH)
         seconds = host.boottime_s() - began
         metrics.phase("detach", seconds)

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 #: NCCL has no deadlines. These apply to all processes of a node together.
 DETACH_S, NEW_ID_S, ATTACH_S = 30.0, 10.0, 60.0
+#: NCCL's event threads end within milliseconds.
+CLOSE_DEVICES_S = 10.0
 
 
 class Members:

@@ -87,6 +87,21 @@ static ncclResult_t answer(struct ncclComm *comm, int listener, const struct can
 	return ncclSuccess;
 }
 
+/* Pairs are joined in the order of the lower rank, then of the higher one, so no two ranks wait for each other. */
+static ncclResult_t make_streams(struct ncclComm *comm, const struct cancel *cancel)
+{
+	ncclResult_t result = ncclSuccess;
+	struct ibv_context *context;
+	int peer;
+
+	if (comm->nranks == 1) /* NCCL opens the devices for a communicator of one rank, too */
+		return ib_next_device(&context);
+	for (peer = 0; peer < comm->nranks && result == ncclSuccess; peer++)
+		if (peer != comm->rank)
+			result = ib_stream_open(&comm->data[peer].stream, comm->data[peer].fd, cancel);
+	return result;
+}
+
 ncclResult_t bootstrap_mesh(struct ncclComm *comm, int listener, const struct cancel *cancel)
 {
 	int missing = CHANNELS * (comm->nranks - 1 - comm->rank), peer;
@@ -99,6 +114,8 @@ ncclResult_t bootstrap_mesh(struct ncclComm *comm, int listener, const struct ca
 	}
 	while (missing && result == ncclSuccess)
 		result = answer(comm, listener, cancel, &missing);
+	if (result == ncclSuccess && ib_wanted())
+		result = make_streams(comm, cancel);
 	return result;
 }
 

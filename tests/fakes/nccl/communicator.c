@@ -184,9 +184,9 @@ void comm_free(struct ncclComm *comm)
 	if (comm->job_started)
 		pthread_join(comm->job, NULL);
 	if (comm->data)
-		links_close(comm->data, comm->nranks);
+		links_close(comm->data, comm->nranks, false);
 	if (comm->control)
-		links_close(comm->control, comm->nranks);
+		links_close(comm->control, comm->nranks, false);
 	if (comm->stop_fd >= 0)
 		close(comm->stop_fd);
 	if (comm->abort_fd >= 0)

@@ -129,6 +129,18 @@ static bool wants_input(const struct link *link)
 	return link->sends || link->receives || link->in_into;
 }
 
+static ssize_t take(struct link *link, void *into, size_t bytes)
+{
+	return link->stream ? ib_stream_receive(link->stream, into, bytes) : recv(link->fd, into, bytes, 0);
+}
+
+static ssize_t give(struct link *link, struct iovec *parts, int count)
+{
+	struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)count};
+
+	return link->stream ? ib_stream_send(link->stream, parts, count) : sendmsg(link->fd, &message, MSG_NOSIGNAL);
+}
+
 static ncclResult_t read_link(struct link *link, int peer)
 {
 	while (wants_input(link)) {
@@ -142,9 +154,9 @@ static ncclResult_t read_link(struct link *link, int peer)
 			continue;
 		}
 		if (into)
-			got = recv(link->fd, (char *)into->data + link->in_payload, into->bytes - link->in_payload, 0);
+			got = take(link, (char *)into->data + link->in_payload, into->bytes - link->in_payload);
 		else
-			got = recv(link->fd, (char *)&link->in + link->in_have, sizeof(link->in) - link->in_have, 0);
+			got = take(link, (char *)&link->in + link->in_have, sizeof(link->in) - link->in_have);
 		if (got < 0 && (errno == EAGAIN || errno == EINTR))
 			return ncclSuccess;
 		if (got <= 0)
@@ -169,7 +181,6 @@ static ncclResult_t write_link(struct link *link, int peer)
 		struct transfer *transfer = link->out_head;
 		size_t payload = transfer->sending ? transfer->bytes : 0, header;
 		struct iovec parts[2];
-		struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
 		ssize_t sent;
 
 		if (!link->out_begun) {
@@ -185,7 +196,7 @@ static ncclResult_t write_link(struct link *link, int peer)
 		parts[0].iov_len = sizeof(link->out) - header;
 		parts[1].iov_base = payload ? (char *)transfer->data + (link->out_done - header) : NULL;
 		parts[1].iov_len = payload - (link->out_done - header);
-		sent = sendmsg(link->fd, &message, MSG_NOSIGNAL);
+		sent = give(link, parts, 2);
 		if (sent < 0 && (errno == EAGAIN || errno == EINTR))
 			return ncclSuccess;
 		if (sent < 0)
@@ -254,11 +265,12 @@ static ncclResult_t serve(struct link *link, int peer, bool leaving)
 static void refuse_all(struct link *links, int nlinks, const struct transfer *transfers)
 {
 	struct frame frame = {.magic = MAGIC, .type = FRAME_REFUSED, .signature = transfers[0].signature};
+	struct iovec part = {.iov_base = &frame, .iov_len = sizeof(frame)};
 	int peer;
 
 	for (peer = 0; peer < nlinks; peer++)
 		if (links[peer].fd >= 0 && links[peer].unfinished && !links[peer].out_begun)
-			(void)!send(links[peer].fd, &frame, sizeof(frame), MSG_NOSIGNAL);
+			(void)!give(&links[peer], &part, 1);
 }
 
 static ncclResult_t run(struct link *links, int nlinks, bool leaving, const struct cancel *cancel, struct pollfd *watched)
@@ -278,7 +290,11 @@ static ncclResult_t run(struct link *links, int nlinks, bool leaving, const stru
 				continue;
 			if ((result = serve(link, peer, leaving)) != ncclSuccess)
 				return result;
-			if (link->unfinished)
+			if (link->unfinished && link->stream)
+				watched[nwatched++] = (struct pollfd){.fd = ib_stream_fd(link->stream), .events = POLLIN};
+			if (link->unfinished && link->stream) /* its end */
+				watched[nwatched++] = (struct pollfd){.fd = link->fd, .events = POLLIN};
+			else if (link->unfinished)
 				watched[nwatched++] = (struct pollfd){.fd = link->fd,
 								      .events = (wants_input(link) ? POLLIN : 0) |
 										(link->out_head ? POLLOUT : 0)};
@@ -295,7 +311,7 @@ static ncclResult_t run(struct link *links, int nlinks, bool leaving, const stru
 ncclResult_t links_run(struct link *links, int nlinks, struct transfer *transfers, size_t count, bool leaving,
 		       const struct cancel *cancel)
 {
-	struct pollfd *watched = calloc((size_t)nlinks + MAX_CANCELS, sizeof(*watched));
+	struct pollfd *watched = calloc(2 * (size_t)nlinks + MAX_CANCELS, sizeof(*watched));
 	ncclResult_t result;
 
 	if (!watched)
@@ -309,11 +325,14 @@ ncclResult_t links_run(struct link *links, int nlinks, struct transfer *transfer
 	return result;
 }
 
-void links_close(struct link *links, int nlinks)
+void links_close(struct link *links, int nlinks, bool drain)
 {
 	int peer;
 
 	for (peer = 0; peer < nlinks; peer++) {
+		if (links[peer].stream)
+			ib_stream_close(links[peer].stream, drain);
+		links[peer].stream = NULL;
 		if (links[peer].fd >= 0)
 			close(links[peer].fd);
 		links[peer].fd = -1;

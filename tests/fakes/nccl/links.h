@@ -2,6 +2,7 @@
 #ifndef FAKE_NCCL_LINKS_H
 #define FAKE_NCCL_LINKS_H
 
+#include "ib.h"
 #include "network.h"
 
 enum opcode {
@@ -56,6 +57,7 @@ struct transfer {
 
 struct link {
 	int fd; /* -1: none */
+	struct ib_stream *stream; /* NULL: the data goes through the socket itself */
 	struct frame in;
 	size_t in_have;
 	struct transfer *in_into; /* the receive whose payload is arriving */
@@ -77,6 +79,7 @@ struct link {
  * counts as done. After an error the links can only be closed. */
 ncclResult_t links_run(struct link *links, int nlinks, struct transfer *transfers, size_t count, bool leaving,
 		       const struct cancel *cancel);
-void links_close(struct link *links, int nlinks);
+/* `drain`: what was sent must have arrived; a socket takes care of that by itself. */
+void links_close(struct link *links, int nlinks, bool drain);
 
 #endif

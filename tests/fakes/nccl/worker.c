@@ -100,9 +100,9 @@ static void *work(void *argument)
 		comm->batches = batch->next;
 		batch_free(batch);
 	}
-	links_close(comm->data, comm->nranks);
+	links_close(comm->data, comm->nranks, last);
 	if (last) {
-		links_close(comm->control, comm->nranks);
+		links_close(comm->control, comm->nranks, last);
 		comm->finalized = true;
 	}
 	comm->worker_done = true;

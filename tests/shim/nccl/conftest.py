@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,13 +46,13 @@ class Job:
         self.meeting = meeting
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, scenario: str, nranks: int, **environment: str) -> None:
+    def start(self, scenario: str, nranks: int, *, before: Sequence[str] = (), **environment: str) -> None:
         program = [sys.executable, "-m", "tests.shim.nccl.rank", str(self.built / "libnccl.so.2"), str(self.meeting)]
         preload = {"LD_PRELOAD": str(self.built / "libsnapshim.so"), "FAKE_NCCL_ADDR": "127.0.0.1"}
         for rank in range(nranks):
             with (self.meeting / f"output-{rank}").open("w") as output:
                 process = subprocess.Popen(
-                    [*program, scenario, str(rank), str(nranks)],
+                    [*before, *program, scenario, str(rank), str(nranks)],
                     cwd=REPOSITORY,
                     env={**os.environ, **preload, **environment},
                     stdout=output,

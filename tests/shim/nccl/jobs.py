@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import threading
+import time
 from ctypes import c_int, c_void_p
 
 from tests.fakes.nccl_calls import NcclFailed, Operator, Result, config
@@ -333,3 +334,29 @@ def refusable(rank: Rank) -> None:
     _tell_step(rank, 1)
     rank.hear("stop")
     assert unused is None or rank.rank == 0
+
+
+def beside_another_library(rank: Rank) -> None:
+    """The first rank also has a library that opens an RDMA device for itself, as UCX does."""
+    if rank.rank == 0:
+        assert ctypes.CDLL(os.environ["FOREIGN"]).foreign_open() == 0
+    grid(rank)
+
+
+def with_forked_child(rank: Rank) -> None:
+    """Forks a child, as a data loader does, when NCCL has its devices open."""
+    world = rank.world()
+    if (child := os.fork()) == 0:
+        (rank.meeting / f"child-{rank.rank}").write_text(str(os.getpid()))
+        while not (rank.meeting / "stop").exists():
+            time.sleep(0.01)
+        os._exit(0)
+    step = 0
+    while not (rank.meeting / f"child-{rank.rank}").exists():
+        time.sleep(0.005)
+    while not _stops(rank, world):
+        step += 1
+        _sum(rank, world, list(range(rank.nranks)), step)
+        _tell_step(rank, step)
+    os.waitpid(child, 0)
+    rank.nccl.ncclCommDestroy(world)
