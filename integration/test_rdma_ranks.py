@@ -25,21 +25,22 @@ def rdma(nodes: Cluster) -> Iterator[Cluster]:
         yield nodes
 
 
-def pid_of(nodes: Cluster, job: NcclJob, rank: int) -> int:
-    """The process of a rank, wherever it is."""
-    listed = json.loads(nodes.migrator("ps", "--json").stdout)
-    (pid,) = [one["pid"] for one in listed["ranks"] if (one["job"], one["rank"]) == (job.ranks[rank].name, rank)]
-    return int(pid)
+def devices_of(nodes: Cluster, job: NcclJob) -> list[list[str]]:
+    """The RDMA devices that each rank has open or mapped, wherever it runs."""
+    return [rdma_of(pid) for pid in nodes.processes_of(str(job.meeting))]
 
 
 def test_rank_of_four_with_open_rdma_devices_moves_there_and_back(rdma: Cluster) -> None:
     job = NcclJob(rdma, [SOURCE, SOURCE, PEER, PEER], shape="pairs", pace_s=0.01, rdma=True)
     job.await_lines(5)
+    each = [f"/dev/infiniband/uverbs{number}" for number in (0, 0, 1, 1)]  # open and mapped
+    assert devices_of(rdma, job) == [each] * 4
     for to in (TARGET, SOURCE):
         checked = rdma.migrator("check", "--rank", "1", "--job", job.ranks[1].name, "--to", to)
         assert "devices of NCCL, which are closed when its communicators are taken down" in checked.stdout, checked
         rdma.move(job.ranks[1], to, rank=1)
         job.await_progress()
+        assert devices_of(rdma, job) == [each] * 4
     job.ends_well()
 
 

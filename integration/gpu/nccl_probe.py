@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,17 +104,21 @@ def be_the_rank() -> None:
 class Rank:
     """The probed process, and its output."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, before: Sequence[str] = (), libraries: Sequence[str] = (), **more: str) -> None:
+        """`before`: the beginning of the command; `libraries`: folders with libraries; `more`: variables."""
         self.end, self.out = folder / "end", folder / "rank.out"
-        environment = {**PRESETS, **os.environ, "LD_PRELOAD": str(SHIM), "NCCL_SOCKET_IFNAME": "lo"}
+        environment = {**PRESETS, **os.environ, **more, "LD_PRELOAD": str(SHIM), "NCCL_SOCKET_IFNAME": "lo"}
         command = [sys.executable, "-m", "integration.gpu.nccl_probe", "--be-the-rank", str(self.end)]
         if not ON_GPU:
             from integration.nccl_nodes import PROGRAM, library_dir
 
-            environment["LD_LIBRARY_PATH"] = str(library_dir())
+            libraries = [str(library_dir()), *libraries]
             command = [*PROGRAM, "--meeting", str(folder), "--rank", "0", "--ranks", "1", "--steps", "100000"]
+        if libraries:
+            inherited = filter(None, [os.environ.get("LD_LIBRARY_PATH")])
+            environment["LD_LIBRARY_PATH"] = ":".join([*libraries, *inherited])
         with self.out.open("wb") as file:
-            self.started = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+            self.started = subprocess.Popen([*before, *command], cwd=ROOT, env=environment, stdout=file, stderr=file)
 
     def lines(self) -> list[str]:
         """The lines that it printed after each all-reduce."""
@@ -261,14 +265,15 @@ STEPS: dict[str, Callable[[Rank], str]] = {
 }
 
 
-def main() -> int:
+def probe(start: Callable[[Path], Rank], steps: Mapping[str, Callable[[Rank], str]]) -> int:
+    """Starts the rank, does the steps one after the other, and prints each result. Ends at the first that fails."""
     if not SHIM.exists():
         print(f"{SHIM} is not built: make -C shim")
         return 1
     with tempfile.TemporaryDirectory() as folder:
-        rank = Rank(Path(folder))
+        rank = start(Path(folder))
         try:
-            for name, step in STEPS.items():
+            for name, step in steps.items():
                 began = time.monotonic()
                 try:
                     found = step(rank)
@@ -287,4 +292,4 @@ if __name__ == "__main__":
     if parser.parse_args().be_the_rank:
         be_the_rank()
     else:
-        sys.exit(main())
+        sys.exit(probe(Rank, STEPS))

@@ -138,8 +138,11 @@ static void remember(struct ibv_context *context, const void *caller)
 		entry->commands = context->commands;
 		entry->events = context->events;
 		snprintf(entry->device, sizeof(entry->device), "%.63s", context->device ? context->device->name : "?");
+		/* A fresh copy of NCCL is loaded from a descriptor and has no name. */
 		snprintf(entry->owner, sizeof(entry->owner), "%s",
-			 dladdr(caller, &info) && info.dli_fname ? info.dli_fname : "?");
+			 entry->instance                         ? real_path() :
+			 dladdr(caller, &info) && info.dli_fname ? info.dli_fname :
+								   "?");
 		STORE(&entry->context, context);
 	}
 	nccl_unlock(&before);

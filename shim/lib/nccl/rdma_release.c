@@ -76,7 +76,8 @@ static int check_mappings(struct nccl_job *job, const char *state)
 		return job_fails(job, EIO, "the process's mappings cannot be listed; %s", state);
 	while (!failed && maps_next(&maps, &mapping))
 		if (of_rdma(mapping.path))
-			failed = job_fails(job, EPERM, "%s is mapped, by a library that is not known; %s", mapping.path, state);
+			failed = job_fails(job, EPERM, "%s is mapped, by a library that is not known; %s", mapping.path,
+					   state);
 	maps_close(&maps);
 	return failed;
 }
@@ -105,10 +106,11 @@ static int end_threads(struct nccl_job *job, struct rdma_context *entry)
 	STORE(&entry->ending, 1);
 	while ((tid = thread_left(entry))) {
 		if (!job_in_time(job))
-			return job_fails(job, ETIMEDOUT,
-					 "NCCL's thread %d, which waits for events of the RDMA device %s, did not end in time; the "
-					 "device is still open",
-					 tid, entry->device);
+			return job_fails(
+				job, ETIMEDOUT,
+				"NCCL's thread %d, which waits for events of the RDMA device %s, did not end in time; the "
+				"device is still open",
+				tid, entry->device);
 		pause_us(LOOK_AGAIN_US);
 	}
 	return 0;

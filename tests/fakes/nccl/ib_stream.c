@@ -39,9 +39,8 @@ struct end {
 
 static void post_receive(struct ib_stream *stream, int slot)
 {
-	struct ibv_sge piece = {.addr = (uint64_t)(uintptr_t)stream->slots[SLOTS + slot],
-				.length = SLOT_BYTES,
-				.lkey = stream->memory->lkey};
+	struct ibv_sge piece = {
+		.addr = (uint64_t)(uintptr_t)stream->slots[SLOTS + slot], .length = SLOT_BYTES, .lkey = stream->memory->lkey};
 	struct ibv_recv_wr wr = {.wr_id = (uint64_t)(SLOTS + slot), .sg_list = &piece, .num_sge = 1}, *bad;
 
 	if (stream->qp->context->ops.post_recv(stream->qp, &wr, &bad) != 0)
@@ -123,9 +122,8 @@ static ncclResult_t join(struct ib_stream *stream, const struct cancel *cancel)
 	if (ib.ibv_modify_qp(stream->qp, &ready, IBV_QP_STATE | IBV_QP_AV | IBV_QP_DEST_QPN) != 0)
 		return failed(ncclSystemError, "the queue pair cannot receive");
 	ready.qp_state = IBV_QPS_RTS;
-	return ib.ibv_modify_qp(stream->qp, &ready, IBV_QP_STATE) ?
-		       failed(ncclSystemError, "the queue pair cannot send") :
-		       ncclSuccess;
+	return ib.ibv_modify_qp(stream->qp, &ready, IBV_QP_STATE) ? failed(ncclSystemError, "the queue pair cannot send") :
+								    ncclSuccess;
 }
 
 ncclResult_t ib_stream_open(struct ib_stream **made, int connection, const struct cancel *cancel)

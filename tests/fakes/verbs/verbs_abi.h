@@ -55,10 +55,23 @@ struct ibv_async_event {
 	int event_type;
 };
 
-enum ibv_wc_status { IBV_WC_SUCCESS = 0, IBV_WC_LOC_LEN_ERR = 1, IBV_WC_LOC_PROT_ERR = 4, IBV_WC_WR_FLUSH_ERR = 5,
-		     IBV_WC_REM_ACCESS_ERR = 10, IBV_WC_RETRY_EXC_ERR = 12 };
-enum ibv_wc_opcode { IBV_WC_SEND, IBV_WC_RDMA_WRITE, IBV_WC_RDMA_READ, IBV_WC_COMP_SWAP, IBV_WC_FETCH_ADD,
-		     IBV_WC_RECV = 128, IBV_WC_RECV_RDMA_WITH_IMM };
+enum ibv_wc_status {
+	IBV_WC_SUCCESS = 0,
+	IBV_WC_LOC_LEN_ERR = 1,
+	IBV_WC_LOC_PROT_ERR = 4,
+	IBV_WC_WR_FLUSH_ERR = 5,
+	IBV_WC_REM_ACCESS_ERR = 10,
+	IBV_WC_RETRY_EXC_ERR = 12
+};
+enum ibv_wc_opcode {
+	IBV_WC_SEND,
+	IBV_WC_RDMA_WRITE,
+	IBV_WC_RDMA_READ,
+	IBV_WC_COMP_SWAP,
+	IBV_WC_FETCH_ADD,
+	IBV_WC_RECV = 128,
+	IBV_WC_RECV_RDMA_WITH_IMM
+};
 enum { IBV_WC_WITH_IMM = 2 };
 
 struct ibv_wc {
@@ -124,8 +137,15 @@ struct ibv_qp_attr {
 	uint32_t rate_limit;
 };
 
-enum ibv_wr_opcode { IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_SEND, IBV_WR_SEND_WITH_IMM, IBV_WR_RDMA_READ,
-		     IBV_WR_ATOMIC_CMP_AND_SWP, IBV_WR_ATOMIC_FETCH_AND_ADD };
+enum ibv_wr_opcode {
+	IBV_WR_RDMA_WRITE,
+	IBV_WR_RDMA_WRITE_WITH_IMM,
+	IBV_WR_SEND,
+	IBV_WR_SEND_WITH_IMM,
+	IBV_WR_RDMA_READ,
+	IBV_WR_ATOMIC_CMP_AND_SWP,
+	IBV_WR_ATOMIC_FETCH_AND_ADD
+};
 enum { IBV_SEND_SIGNALED = 2, IBV_SEND_INLINE = 8 };
 
 struct ibv_sge {
@@ -238,7 +258,8 @@ FAKE_EXPORT const char *ibv_event_type_str(int type);
 FAKE_EXPORT struct ibv_pd *ibv_alloc_pd(struct ibv_context *context);
 FAKE_EXPORT int ibv_dealloc_pd(struct ibv_pd *pd);
 FAKE_EXPORT struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *memory, size_t bytes, int access);
-FAKE_EXPORT struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *memory, size_t bytes, uint64_t iova, unsigned int access);
+FAKE_EXPORT struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *memory, size_t bytes, uint64_t iova,
+					    unsigned int access);
 FAKE_EXPORT struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t bytes, uint64_t iova, int fd,
 					     int access);
 FAKE_EXPORT int ibv_dereg_mr(struct ibv_mr *mr);
