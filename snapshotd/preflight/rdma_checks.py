@@ -44,7 +44,7 @@ def rdma(rank: Inspection) -> Check:
     kept, devices = [], set()
     for process in rank.tree.alive:
         report = reports.get(process.pid)
-        known = {number: device for device in (report.rdma if report else ()) for number in device.descriptors}
+        known = {number: device for device in (report and report.rdma) or () for number in device.descriptors}
         ours = {number for number, device in known.items() if device.nccl}
         mine, others = _open(process, ours)
         foreign += [(text, _owner(process, known.get(number))) for number, text in others]
@@ -77,7 +77,9 @@ def rdma(rank: Inspection) -> Check:
 
 def _open(process: ProcessInfo, ours: set[int]) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
     """The descriptors of RDMA that are NCCL's, and all others; a mapping without a descriptor of its device has number -1."""
-    mine, others, covered = [], [], set()
+    mine: list[tuple[int, str]] = []
+    others: list[tuple[int, str]] = []
+    covered = set()
     for descriptor in process.descriptors:
         if is_rdma(descriptor.link):
             covered.add(descriptor.link)

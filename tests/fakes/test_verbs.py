@@ -102,5 +102,5 @@ def test_without_a_device_rdma_fails() -> None:
         "FAKE_NCCL_NET": "IB",
         "FAKE_NCCL_ADDR": "127.0.0.1",
     }
-    command = [*verbs_fake.with_devices(0), nccl_build.build() / "check_ranks", "2"]
+    command = [*verbs_fake.with_devices(0), str(nccl_build.build() / "check_ranks"), "2"]
     assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode != 0

@@ -19,19 +19,6 @@
 #define LONGEST_ROUND_NS 10000000000
 #define PATIENCE_NS 50000000
 
-/* The handler recognises the shim's signal by its value, because the job may send the same signal. */
-long signal_thread(int tid)
-{
-	siginfo_t info;
-
-	memset(&info, 0, sizeof(info));
-	info.si_signo = SNAPSHIM_SIGNAL;
-	info.si_code = SI_QUEUE;
-	info.si_pid = self_pid();
-	info.si_value.sival_ptr = &snapshim_mailbox;
-	return KERNEL(SYS_rt_tgsigqueueinfo, info.si_pid, tid, SNAPSHIM_SIGNAL, &info);
-}
-
 /* Whether a thread need not be parked: it is ours, the driver's, or has exited (an exited main thread stays listed). */
 static bool exempt(int tid, struct task *task)
 {

@@ -49,6 +49,8 @@ struct task {
 #define TASKS "/proc/self/task"
 void task_look(int tid, struct task *task);
 bool task_blocks_signal(int tid);
+/* Sends the reserved signal: interrupts the thread's system call, and parks it while PARK runs. 0 or a negative errno. */
+long signal_thread(int tid);
 
 /* maps.c: the mappings of this process. */
 struct maps {
@@ -91,7 +93,6 @@ void park_here(const void *context);
 int park(int64_t timeout_ns, bool outside_driver);
 int release(int64_t timeout_ns);
 void park_forget(void);
-long signal_thread(int tid); /* interrupts its system call; it is parked only while PARK runs. 0 or a negative errno */
 
 /* memory_calls.c: threads inside a call that changes the device memory which we back. */
 void memory_enter(void);

@@ -6,6 +6,7 @@
 
 #include <fcntl.h>
 #include <stddef.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
@@ -143,4 +144,17 @@ bool task_blocks_signal(int tid)
 		return mask >> (SNAPSHIM_SIGNAL - 1) & 1;
 	}
 	return false;
+}
+
+/* The handler recognises the shim's signal by its value, because the job may send the same signal. */
+long signal_thread(int tid)
+{
+	siginfo_t info;
+
+	memset(&info, 0, sizeof(info));
+	info.si_signo = SNAPSHIM_SIGNAL;
+	info.si_code = SI_QUEUE;
+	info.si_pid = self_pid();
+	info.si_value.sival_ptr = &snapshim_mailbox;
+	return KERNEL(SYS_rt_tgsigqueueinfo, info.si_pid, tid, SNAPSHIM_SIGNAL, &info);
 }

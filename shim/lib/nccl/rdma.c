@@ -87,8 +87,13 @@ static void *replacement(void *handle, const char *name, const char *version)
 	return NULL;
 }
 
-/* The last call is a jump: for RTLD_NEXT, libc looks at the address that its caller returns to. */
-SNAPSHIM_EXPORT void *dlvsym(void *restrict handle, const char *restrict name, const char *restrict version)
+/* The last call must be a jump: for RTLD_NEXT, libc looks at the address that its caller returns to. */
+#ifdef __clang__
+#define LAST_CALL_IS_A_JUMP
+#else
+#define LAST_CALL_IS_A_JUMP __attribute__((optimize("O2")))
+#endif
+LAST_CALL_IS_A_JUMP SNAPSHIM_EXPORT void *dlvsym(void *restrict handle, const char *restrict name, const char *restrict version)
 {
 	void *ours = strncmp(name, "ibv_", 4) == 0 ? replacement(handle, name, version) : NULL;
 

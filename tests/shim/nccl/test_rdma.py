@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fakes import verbs_fake
+from tests.shim.jobs import compile_c
 from tests.shim.nccl.conftest import Job
 from tests.shim.nccl.gates import CLOSE_DEVICES, FRESH, OPEN, Gates, Refused
 
@@ -182,3 +185,31 @@ def test_job_without_rdma_is_not_changed(job: Job) -> None:
     assert [(report["instance"], report["rdma"]) for report in gates.reports()] == [(0, []), (0, [])]
     go_on(job, gates)
     job.stop()
+
+
+NEXT = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <unistd.h>
+pid_t getppid(void) { return -1; }
+int finds_another(const char *version);
+int finds_another(const char *version) { return dlvsym(RTLD_NEXT, "getppid", version) != (void *)getppid; }
+"""
+PROGRAM = """
+int finds_another(const char *version);
+int main(int count, char **words) { return count != 2 || !finds_another(words[1]); }
+"""
+#: The first version of glibc on this architecture, under which all its old symbols are.
+GLIBC = "GLIBC_2.2.5" if platform.machine() == "x86_64" else "GLIBC_2.17"
+
+
+def test_dlvsym_still_searches_after_its_caller(built: Path, tmp_path: Path) -> None:
+    """A library that looks up what comes after itself must not find itself, because the shim is in between."""
+    versions = f"{GLIBC} {{ global: getppid; }};"  # dlvsym finds only symbols of that version
+    for name, text in (("next.c", NEXT), ("program.c", PROGRAM), ("next.map", versions)):
+        (tmp_path / name).write_text(text)
+    flags = ("-shared", "-fPIC", f"-Wl,--version-script={tmp_path / 'next.map'}")
+    library = compile_c(tmp_path / "next.c", tmp_path / "libnext.so", *flags)
+    program = compile_c(tmp_path / "program.c", tmp_path / "program", str(library), f"-Wl,-rpath,{tmp_path}")
+    environment = {**os.environ, "LD_PRELOAD": str(built / "libsnapshim.so")}
+    assert subprocess.run([program, GLIBC], env=environment, check=False).returncode == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,13 +31,13 @@ def compile_(sanitizer: str, *arguments: str | Path) -> None:
 
 
 class SanitizedJob(Job):
-    def start(self, scenario: str, nranks: int, **environment: str) -> None:
+    def start(self, scenario: str, nranks: int, *, before: Sequence[str] = (), **environment: str) -> None:
         # With address randomisation, some kernels load the program where ThreadSanitizer needs its shadow memory.
         program = [shutil.which("setarch") or "setarch", "-R", str(self.built / scenario), str(self.meeting)]
         for rank in range(nranks):
             with (self.meeting / f"output-{rank}").open("w") as output:
                 process = subprocess.Popen(
-                    [*program, str(rank), str(nranks)],
+                    [*before, *program, str(rank), str(nranks)],
                     env={**os.environ, "FAKE_NCCL_ADDR": "127.0.0.1", **environment},
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -52,7 +52,7 @@ def sanitized(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Saniti
     made = nccl_build.build(sanitizer=request.param)
     for name in ("libnccl.so.2", "libfakestreams.so.1"):
         (folder / name).symlink_to(made / name)
-    core = [SHIM / "core" / name for name in ("lockless.c", "loaded.c", "mailbox.c")]
+    core = [SHIM / "core" / name for name in ("lockless.c", "loaded.c", "mailbox.c", "maps.c", "tasks.c")]
     sources = [*sorted((SHIM / "nccl").glob("*.c")), *core, PROGRAMS / "control.c"]
     shim = folder / "libsnapshim.so"
     compile_(request.param, "-shared", "-Wl,--build-id=sha1", "-fvisibility=hidden", "-o", shim, *sources, "-ldl")
