@@ -93,7 +93,8 @@ static void *replacement(void *handle, const char *name, const char *version)
 #else
 #define LAST_CALL_IS_A_JUMP __attribute__((optimize("O2")))
 #endif
-LAST_CALL_IS_A_JUMP SNAPSHIM_EXPORT void *dlvsym(void *restrict handle, const char *restrict name, const char *restrict version)
+LAST_CALL_IS_A_JUMP SNAPSHIM_EXPORT void *dlvsym(void *restrict handle, const char *restrict name,
+						 const char *restrict version)
 {
 	void *ours = strncmp(name, "ibv_", 4) == 0 ? replacement(handle, name, version) : NULL;
 

@@ -99,7 +99,7 @@ void completion_add(struct ibv_cq *cq, const struct ibv_wc *completion)
 	queue->last = &entry->next;
 	if (queue->armed && cq->channel) {
 		queue->armed = false;
-		(void)!write(((struct channel *)cq->channel)->bell, &cq, sizeof(cq));
+		(void)!write(((struct channel *)cq->channel)->bell, &cq, sizeof(struct ibv_cq *));
 	}
 	pthread_mutex_unlock(&cq->mutex);
 }
@@ -134,7 +134,7 @@ int completions_arm(struct ibv_cq *cq, int solicited_only)
 
 int ibv_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void **cq_context)
 {
-	if (read(channel->fd, cq, sizeof(*cq)) != sizeof(*cq))
+	if (read(channel->fd, cq, sizeof(struct ibv_cq *)) != sizeof(struct ibv_cq *))
 		return -1;
 	*cq_context = (*cq)->cq_context;
 	return 0;
