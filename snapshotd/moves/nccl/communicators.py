@@ -52,8 +52,8 @@ class Communicators:
     # ------------------------------------------------------------------ the steps, for the driver
 
     async def detach(self, moving: Moving) -> pb.DetachReply:
-        """Takes down every communicator that the rank is in, on all members, and then closes the RDMA devices of this rank's NCCL.
-        Other members keep theirs, because they go on with the copy of NCCL that has them open. The caller holds the move's lock."""
+        """Takes down every communicator that the rank is in, on all members, and then closes the RDMA devices of its NCCL.
+        Other members keep theirs: they go on with the copy of NCCL that has them open. The caller holds the move's lock."""
         began, uid = host.boottime_s(), moving.log.begin.rank_uid
         membership = moving.log.record.communicators
         if membership is None:
