@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import grpc
 
@@ -190,29 +191,51 @@ def uid(rank: int) -> str:
     return f"{JOB}-{rank}-00000001"
 
 
+@dataclass(frozen=True)
+class Weather:
+    """How well the nodes answer."""
+
+    slow: float = 0.0  # the share of nodes that answer SLOW_S late
+    lost: float = 0.0  # the share of answers that get lost: what was asked for is done, and the call fails
+
+
+SLOW_S = 0.05
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
 class SimulatedNode(stubs.GateServicer, stubs.NodeServicer):
     """The daemon of one node."""
 
-    def __init__(self, name: str, ranks: list[Rank], delay_s: float) -> None:
-        self.name, self.ranks, self.delay_s = name, ranks, delay_s
+    def __init__(self, name: str, ranks: list[Rank], delay_s: float = 0.0, lost: float = 0.0) -> None:
+        self.name, self.ranks, self.delay_s, self.lost = name, ranks, delay_s, lost
+        self.random = Random(name)
+        self.answers_lost = 0
 
-    async def ListRanks(self, request: pb.ListRanksRequest, context: object) -> pb.ListRanksReply:
+    async def _may_be_lost(self, context: Context) -> None:
+        if self.random.random() < self.lost:
+            self.answers_lost += 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the answer was lost")
+
+    async def ListRanks(self, request: pb.ListRanksRequest, context: Context) -> pb.ListRanksReply:
+        await self._may_be_lost(context)
         found = [
             pb.Rank(uid=uid(one.place.rank), job=JOB, rank=one.place.rank, place=pb.Rank.HERE, user_id=USER_ID)
             for one in self.ranks
         ]
         return pb.ListRanksReply(ranks=found)
 
-    async def Report(self, request: pb.GateReportRequest, context: object) -> pb.GateReport:
+    async def Report(self, request: pb.GateReportRequest, context: Context) -> pb.GateReport:
         await asyncio.sleep(self.delay_s)
-        return pb.GateReport(processes=[one.shown() for one in self.ranks])
+        made = pb.GateReport(processes=[one.shown() for one in self.ranks])
+        await self._may_be_lost(context)
+        return made
 
-    async def Close(self, request: pb.MoveDescription, context: object) -> pb.GateReport:
+    async def Close(self, request: pb.MoveDescription, context: Context) -> pb.GateReport:
         for one in self.ranks:
             one.closed = True
         return await self.Report(pb.GateReportRequest(), context)
 
-    async def SetTargets(self, request: pb.SetTargetsRequest, context: object) -> pb.GateReport:
+    async def SetTargets(self, request: pb.SetTargetsRequest, context: Context) -> pb.GateReport:
         told = {process.rank_uid: process for process in request.processes}
         for one in self.ranks:
             if uid(one.place.rank) in told:
@@ -230,14 +253,14 @@ def starts(layout: Layout, skew: int, seed: int) -> list[Rank]:
     return ranks
 
 
-async def serve(folder: Path, ranks: list[Rank], slow: float, seed: int, ready: Callable[[], None]) -> None:
-    """Serves all nodes, each on a socket of its own in the folder, until it is cancelled. A share of the nodes is slow."""
+async def serve(folder: Path, ranks: list[Rank], weather: Weather, seed: int, ready: Callable[[], None]) -> None:
+    """Serves all nodes, each on a socket of its own in the folder, until it is cancelled."""
     random, servers = Random(seed), []
     for number in range(0, len(ranks), RANKS_PER_NODE):
         name = f"node-{number // RANKS_PER_NODE}"
-        delay_s = 0.05 if random.random() < slow else 0.0
+        delay_s = SLOW_S if random.random() < weather.slow else 0.0
         mine = ranks[number : number + RANKS_PER_NODE]
-        node = SimulatedNode(name, mine, delay_s)  # type: ignore[abstract] # other calls are UNIMPLEMENTED
+        node = SimulatedNode(name, mine, delay_s, weather.lost)  # type: ignore[abstract] # other calls: UNIMPLEMENTED
         options = [
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 
 from integration import scale_job
-from integration.scale_job import JOB, RANKS_PER_NODE, USER_ID, Layout, Rank, uid
+from integration.scale_job import JOB, RANKS_PER_NODE, USER_ID, Layout, Rank, Weather, uid
 from migrator.cluster import Cluster
 from migrator.quiesce.gates import Gates
 from snapshotd.api import snapshotd_pb2 as pb
 
+CALM = Weather()
 
-async def to_the_cut(folder: Path, layout: Layout, ranks: list[Rank]) -> Gates:
+
+async def to_the_cut(folder: Path, layout: Layout, ranks: list[Rank], weather: Weather = CALM) -> Gates:
     ready = asyncio.Event()
-    serving = asyncio.create_task(scale_job.serve(folder, ranks, 0.0, 1, ready.set))
+    serving = asyncio.create_task(scale_job.serve(folder, ranks, weather, 1, ready.set))
     try:
         await ready.wait()
         nodes = {f"node-{number}": f"unix:{folder}/node-{number}" for number in range(layout.ranks // RANKS_PER_NODE)}
@@ -62,3 +64,13 @@ def test_ranks_far_apart_need_few_rounds(tmp_path: Path, turns: bool) -> None:
     assert max(one.at - before for one, before in zip(ranks, begun, strict=True)) > 100
     if not turns:  # waiting for idle threads takes rounds
         assert gates.rounds <= 15
+
+
+def test_slow_nodes_and_lost_answers_delay_the_cut_and_do_not_prevent_it(tmp_path: Path) -> None:
+    """A call whose answer is lost was carried out, and is made again."""
+    layout = Layout(tensor=2, data=2, stages=4)
+    ranks = scale_job.starts(layout, skew=10, seed=7)
+    gates = asyncio.run(to_the_cut(tmp_path, layout, ranks, Weather(slow=0.5, lost=0.3)))
+    assert not uneven(ranks)
+    assert all(one.closed for one in ranks)
+    assert gates.rounds > 1

@@ -221,7 +221,7 @@ def _wanted(
 #: How many groups a thread may launch until the next round at most, where it is certain that it has to.
 SURE_GROUPS = 1000
 #: How many times as many groups a rank may launch with each further guess about it, and how many at most.
-GROWTH, MOST_GROUPS = 8, 4096
+GROWTH, MOST_GROUPS = 16, 4096
 _SHOWN = 8
 
 

@@ -105,6 +105,9 @@ class Gates:
     ) -> tuple[dict[str, DaemonClient], list[str]]:
         """The nodes that have ranks of the job, and the nodes that do not answer."""
         found, silent = await all_ranks(self.cluster, clients=clients)
+        if silent:  # once more: a single answer may have been lost, and without its ranks the job has no cut
+            more, silent = await all_ranks(self.cluster, clients={node: clients[node] for node in silent})
+            found += more
         here = {
             entry.node
             for entry in found
@@ -202,7 +205,7 @@ async def _ask_all(clients: Mapping[str, DaemonClient], ask: _Ask) -> list[Proce
 def _reporting(description: pb.MoveDescription) -> _Ask:
     async def ask(client: DaemonClient, node: str) -> pb.GateReport:
         request = pb.GateReportRequest(move=description.move, job=description.job, user_id=description.user_id)
-        return await client.gate.Report(request, timeout_s=ASK_S)
+        return await client.gate.Report(request, timeout_s=ASK_S, retry=True)
 
     return ask
 

@@ -45,7 +45,8 @@ class View:
         self._latest: dict[Process, ProcessReport] = {}
         self._seen: dict[Process, _Seen] = {}
         self._told: dict[Process, tuple[Rows, float]] = {}  # what each gate was told last, and when
-        self._slowest_s = 0.0  # the longest time that a process took until it went on
+        self._looked: dict[Process, float] = {}  # when each was asked last
+        self._slowest_s = 0.0  # the longest time for which a process was seen not to go on, and then did
 
     def next(
         self, reports: Collection[ProcessReport], asked: Collection[str] | None = None
@@ -54,11 +55,15 @@ class View:
         before the next round, by node."""
         self._find_ended(reports, asked)
         self.numbers.add([report for report in reports if report.process not in self._latest])
+        now = time.monotonic()
         for report in reports:
             seen = self._seen.get(report.process)
             if seen is None or seen.gate != report.gate:
                 self.membership.add(report, self.numbers(report.process))
                 self._latest[report.process] = report
+                if seen is not None:
+                    self._note_pause(report.process, seen)
+            self._looked[report.process] = now
         shown = self._for_cut()
         self.cut = next_targets(shown, self._raised())
         return self.cut, self._changes(self.cut)
@@ -90,6 +95,11 @@ class View:
             return PATIENCE_S
         return min(PATIENCE_S, max(PATIENCE_MIN_S, PATIENCE_TIMES * self._slowest_s))
 
+    def _note_pause(self, process: Process, before: _Seen) -> None:
+        """A process has gone on. Counts until it was last seen not to have: this side may have been slow to look again."""
+        told_at = self._told[process][1] if process in self._told else 0.0
+        self._slowest_s = max(self._slowest_s, self._looked[process] - max(before.since, told_at))
+
     def _for_cut(self) -> dict[int, Report]:
         made, now, patience_s, version = {}, time.monotonic(), self.patience_s, self.membership.version
         for process, report in self._latest.items():
@@ -103,12 +113,7 @@ class View:
         shown = report_for_cut(report, me, self.membership)
         if before is not None and before.idle.members == shown.members:
             shown = replace(shown, members=before.idle.members)  # so that comparing it costs nothing
-        since = now
-        if before is not None and before.idle == shown:
-            since = before.since
-        elif before is not None:
-            told_at = self._told[report.process][1] if report.process in self._told else 0.0
-            self._slowest_s = max(self._slowest_s, now - max(before.since, told_at))
+        since = before.since if before is not None and before.idle == shown else now
         running = report.not_waiting(shown)
         active = replace(shown, running=running) if running else shown
         several = ahead_of_itself(report, shown, self.membership)
