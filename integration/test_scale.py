@@ -70,7 +70,7 @@ def test_slow_nodes_and_lost_answers_delay_the_cut_and_do_not_prevent_it(tmp_pat
     """A call whose answer is lost was carried out, and is made again."""
     layout = Layout(tensor=2, data=2, stages=4)
     ranks = scale_job.starts(layout, skew=10, seed=7)
-    gates = asyncio.run(to_the_cut(tmp_path, layout, ranks, Weather(slow=0.5, lost=0.3)))
+    gates = asyncio.run(to_the_cut(tmp_path, layout, ranks, Weather(slow=0.5, lost=0.2)))
     assert not uneven(ranks)
     assert all(one.closed for one in ranks)
     assert gates.rounds > 1

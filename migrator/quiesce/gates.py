@@ -31,6 +31,8 @@ ROUND_S, ROUND_MAX_S = 0.002, 0.05
 ASK_S, TRY_S, TRY_AGAIN_S = 15.0, 4.0, 0.02
 #: How often nodes are asked where no process can have gone on: for processes that ended, or have their first communicator.
 ALL_S = 1.0
+#: A node whose answer was lost is asked again at once: without its ranks the job has no cut. One that is down adds little.
+LIST_AGAIN_S, LIST_S = (0.02, 0.1, 0.3), 1.0
 #: Preflight: how often, and how far apart, a member is looked for before the move is refused for want of it.
 LOOKS, LOOK_S = 5, 0.2
 
@@ -104,10 +106,16 @@ class Gates:
         self, clients: Mapping[str, DaemonClient], description: pb.MoveDescription
     ) -> tuple[dict[str, DaemonClient], list[str]]:
         """The nodes that have ranks of the job, and the nodes that do not answer."""
+        began = time.monotonic()
         found, silent = await all_ranks(self.cluster, clients=clients)
-        if silent:  # once more: a single answer may have been lost, and without its ranks the job has no cut
-            more, silent = await all_ranks(self.cluster, clients={node: clients[node] for node in silent})
+        for pause_s in LIST_AGAIN_S:
+            lost = [node for node, error in silent.items() if isinstance(error, Unreachable)]
+            if not lost or time.monotonic() > began + LIST_S:
+                break
+            await asyncio.sleep(pause_s)
+            more, still = await all_ranks(self.cluster, clients={node: clients[node] for node in lost})
             found += more
+            silent = {node: error for node, error in silent.items() if node not in lost} | still
         here = {
             entry.node
             for entry in found
