@@ -42,13 +42,16 @@ def test_either_of_two_ranks_moves_there_and_back(nodes: Cluster, moved: int) ->
 
 @pytest.mark.sampled(1, group="NCCL jobs")
 def test_copy_sends_what_others_wait_for_after_it_has_its_own_result(nodes: Cluster) -> None:
-    """The held copy is the last to send in the all-reduce that ends its attachment, after the shim has seen its result."""
+    """The shim sees the result of the all-reduce that ends the attachment before the held copy has sent it to rank 1.
+
+    The fake's rank 0 computes the result, because it has one number only.
+    """
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
-    job.fault(1, "allreduce.send:1:*:slow")
-    for to in (TARGET, PEER):
-        nodes.move(job.ranks[1], to, rank=1)
-    job.fault(1, "")
+    job.fault(0, "allreduce.send:0:*:slow")
+    for to in (TARGET, SOURCE):
+        nodes.move(job.ranks[0], to)
+    job.fault(0, "")
     job.ends_well()
 
 
