@@ -19,12 +19,13 @@ from integration.gpu.nccl_probe import START_S, STEP_S, Failed, Rank, attach, cl
 from snapshotd.inprocess import ncclctl
 from tests.fakes import verbs_fake
 
-#: One: without sysfs NCCL compares the PCI paths of two devices, and both are missing.
+#: NCCL takes two devices with the same PCI path for two ports of one card.
 DEVICES = 1
 VARIABLES = {
     "NCCL_NET": "IB",
     "NCCL_IB_DISABLE": "0",
     "NCCL_IB_HCA": "fakeib0",
+    "NCCL_IB_GID_INDEX": "0",
     "NCCL_NET_GDR_LEVEL": "LOC",
     "NCCL_DEBUG": "INFO",
     "NCCL_DEBUG_SUBSYS": "INIT,NET",
@@ -35,7 +36,8 @@ VARIABLES = {
 
 
 def start(folder: Path) -> Rank:
-    return Rank(folder, verbs_fake.with_devices(DEVICES), [str(verbs_fake.build())], **VARIABLES)
+    devices = verbs_fake.with_devices(DEVICES, sysfs=Path("/sys/bus/pci/devices").exists())
+    return Rank(folder, devices, [str(verbs_fake.build())], **VARIABLES)
 
 
 def held(rank: Rank) -> list[str]:

@@ -26,17 +26,18 @@ ROUNDS = 10
 
 @pytest.fixture
 def rdma_lab(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLab]:
-    """Every node has one device (two would need sysfs), and NCCL must use it. Device memory is not registered with it."""
+    """Every node has one device, and NCCL must use it. Device memory is not registered with it."""
     variables = {
         "LD_LIBRARY_PATH": ":".join(filter(None, [str(verbs_dir()), os.environ.get("LD_LIBRARY_PATH")])),
         "NCCL_NET": "IB",
         "NCCL_IB_DISABLE": "0",
         "NCCL_IB_HCA": "fakeib0",
+        "NCCL_IB_GID_INDEX": "0",
         "NCCL_NET_GDR_LEVEL": "LOC",
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with rdma_devices(nodes, 1), at_rest(nodes, RUN_OPTIONS) as lab:
+    with rdma_devices(nodes, 1, sysfs=True), at_rest(nodes, RUN_OPTIONS) as lab:
         yield lab
 
 

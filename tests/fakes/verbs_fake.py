@@ -24,6 +24,21 @@ while [ "$count" -gt 0 ]; do
 done
 """
 
+#: After MAKE_DEVICES: the first device is in /sys/class as well, as a PCI device of this machine that is no GPU, if there is
+#: one. NCCL ends with a segmentation fault if it has no PCI path.
+MAKE_SYSFS = f"""
+set -e
+for pci in /sys/bus/pci/devices/*; do
+  case $(cat "$pci/class") in 0x03*) ;; *) other=$pci ;; esac
+done
+classes={FOLDER}/.class
+cp -dR /sys/class "$classes" 2>/dev/null || :
+mkdir -p "$classes/infiniband/fakeib0/ports/1/gid_attrs/types"
+echo "RoCE v2" > "$classes/infiniband/fakeib0/ports/1/gid_attrs/types/0"
+ln -s "$(readlink -f "${{other:-$pci}}")" "$classes/infiniband/fakeib0/device"
+mount --bind "$classes" /sys/class
+"""
+
 
 @functools.cache
 def build(sanitizer: str = "") -> Path:
@@ -37,7 +52,7 @@ def build(sanitizer: str = "") -> Path:
     return folder
 
 
-def with_devices(count: int = 2) -> list[str]:
+def with_devices(count: int = 2, *, sysfs: bool = False) -> list[str]:
     """The beginning of a command: what follows runs in a mount namespace with so many devices."""
-    script = MAKE_DEVICES + 'exec "$@"'
+    script = MAKE_DEVICES + (MAKE_SYSFS if sysfs else "") + 'exec "$@"'
     return ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", str(count)]
