@@ -87,16 +87,18 @@ static void *replacement(void *handle, const char *name, const char *version)
 	return NULL;
 }
 
-/* The last call must be a jump: for RTLD_NEXT, libc looks at the address that its caller returns to. */
+/* The last call must be a jump: for RTLD_NEXT, libc looks at the address that its caller returns to. The runtime of a
+ * sanitizer calls this before it is initialised. */
 #ifdef __clang__
 #define LAST_CALL_IS_A_JUMP
 #else
-#define LAST_CALL_IS_A_JUMP __attribute__((optimize("O2")))
+#define LAST_CALL_IS_A_JUMP __attribute__((optimize("O2"), no_sanitize("address", "thread")))
 #endif
 LAST_CALL_IS_A_JUMP SNAPSHIM_EXPORT void *dlvsym(void *restrict handle, const char *restrict name,
 						 const char *restrict version)
 {
-	void *ours = strncmp(name, "ibv_", 4) == 0 ? replacement(handle, name, version) : NULL;
+	bool verbs = name[0] == 'i' && name[1] == 'b' && name[2] == 'v';
+	void *ours = verbs ? replacement(handle, name, version) : NULL;
 
 	if (ours)
 		return ours;
