@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -11,6 +12,14 @@ from integration import scale_job
 from integration.scale_job import JOB, RANKS_PER_NODE, USER_ID, Layout, Rank, Weather, uid
 from migrator.cluster import Cluster
 from migrator.quiesce.gates import Gates
+from migrator.quiesce.process_reports import (
+    Membership,
+    Numbers,
+    ProcessReport,
+    only_counts,
+    report_for_cut,
+    updated,
+)
 from snapshotd.api import snapshotd_pb2 as pb
 
 CALM = Weather()
@@ -74,3 +83,27 @@ def test_slow_nodes_and_lost_answers_delay_the_cut_and_do_not_prevent_it(tmp_pat
     assert not uneven(ranks)
     assert all(one.closed for one in ranks)
     assert gates.rounds > 1
+
+
+def test_report_made_from_the_last_one_equals_one_made_anew() -> None:
+    layout, random = Layout(tensor=2, data=2, stages=4, turns=True), Random(3)
+    ranks = scale_job.starts(layout, skew=5, seed=7)
+    for one in ranks:
+        one.closed = True
+    reports = {one.place.rank: ProcessReport.of("node-0", one.shown()) for one in ranks}
+    numbers = Numbers()
+    numbers.add(reports.values())
+    membership = Membership.gather(reports.values(), numbers)
+    shown = {me: report_for_cut(report, me, membership) for me, report in reports.items()}
+    for one in ranks * 10:
+        me = one.place.rank
+        thread, _ = one.place.step[one.at % len(one.place.step)]
+        world = one.place.comm(0)
+        one.permissions = [(thread, (world, scale_job.COLLECTIVE, -1), 1 << 20, one.passed + random.randrange(40))]
+        now = ProcessReport.of("node-0", one.shown())
+        now.gate.communicators[random.randrange(10)].users.append(random.randrange(11, 15))
+        changed = only_counts(reports[me].gate, now.gate)
+        assert changed is not None
+        shown[me] = updated(shown[me], now, changed, me, membership)
+        assert shown[me] == report_for_cut(now, me, membership)
+        reports[me] = now

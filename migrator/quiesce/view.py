@@ -8,7 +8,7 @@ It does no I/O; it reads the clock, to tell idle processes from active ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from migrator.quiesce.cut import Counts, Cut, Decision, Report, next_targets
@@ -19,9 +19,11 @@ from migrator.quiesce.process_reports import (
     ProcessReport,
     Rows,
     ahead_of_itself,
+    only_counts,
     report_for_cut,
     rows_for,
     to_proto,
+    updated,
 )
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import RankGone, Where
@@ -55,16 +57,18 @@ class View:
         before the next round, by node."""
         self._find_ended(reports, asked)
         self.numbers.add([report for report in reports if report.process not in self._latest])
-        now = time.monotonic()
+        now, changed = time.monotonic(), dict[Process, list[pb.Communicator] | None]()
         for report in reports:
             seen = self._seen.get(report.process)
             if seen is None or seen.gate != report.gate:
-                self.membership.add(report, self.numbers(report.process))
+                changed[report.process] = only_counts(seen.gate, report.gate) if seen is not None else None
+                if changed[report.process] is None:
+                    self.membership.add(report, self.numbers(report.process))
                 self._latest[report.process] = report
                 if seen is not None:
                     self._note_pause(report.process, seen)
             self._looked[report.process] = now
-        shown = self._for_cut()
+        shown = self._for_cut(changed)
         self.cut = next_targets(shown, self._raised())
         return self.cut, self._changes(self.cut)
 
@@ -100,17 +104,23 @@ class View:
         told_at = self._told[process][1] if process in self._told else 0.0
         self._slowest_s = max(self._slowest_s, self._looked[process] - max(before.since, told_at))
 
-    def _for_cut(self) -> dict[int, Report]:
+    def _for_cut(self, changed: Mapping[Process, list[pb.Communicator] | None]) -> dict[int, Report]:
         made, now, patience_s, version = {}, time.monotonic(), self.patience_s, self.membership.version
         for process, report in self._latest.items():
             me, seen = self.numbers(process), self._seen.get(process)
             if seen is None or seen.version != version or seen.gate is not report.gate:
-                seen = self._seen[process] = self._look(report, me, seen, now)
+                seen = self._seen[process] = self._look(report, me, seen, changed.get(process), now)
             made[me] = seen.idle if now - seen.since > patience_s else seen.active
         return made
 
-    def _look(self, report: ProcessReport, me: int, before: _Seen | None, now: float) -> _Seen:
-        shown = report_for_cut(report, me, self.membership)
+    def _look(
+        self, report: ProcessReport, me: int, before: _Seen | None, changed: list[pb.Communicator] | None, now: float
+    ) -> _Seen:
+        simple = before is not None and before.version == self.membership.version and not before.several
+        if before is not None and simple and changed is not None and not report.gate.ended:
+            shown = updated(before.idle, report, changed, me, self.membership)
+        else:
+            shown = report_for_cut(report, me, self.membership)
         if before is not None and before.idle.members == shown.members:
             shown = replace(shown, members=before.idle.members)  # so that comparing it costs nothing
         since = before.since if before is not None and before.idle == shown else now
