@@ -65,7 +65,10 @@ def rdma_devices(nodes: Cluster, count: int = 2, *, sysfs: bool = False) -> Iter
 
 def rdma_of(pid: int) -> list[str]:
     """The RDMA devices that a process has open or mapped."""
-    names = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()]
+    names = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            names.append(os.readlink(each))
     names += [line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     return sorted(name for name in names if name.startswith(verbs_fake.FOLDER))
 

@@ -10,6 +10,7 @@ With DEVICE=cpu it uses the fake NCCL, without torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -42,9 +43,10 @@ def start(folder: Path) -> Rank:
 
 def held(rank: Rank) -> list[str]:
     pid = rank.started.pid
-    found = [
-        f"fd {one.name} {os.readlink(one)}" for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()
-    ]  # descriptors of a rank that stands still
+    found = []
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.append(f"fd {one.name} {os.readlink(one)}")
     found += [f"maps {line.split()[-1]}" for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     return sorted(text for text in found if verbs_fake.FOLDER in text)
 
