@@ -1,8 +1,15 @@
 /* Rebuilds the real communicators of virtual ones from new unique ids, and tests each before it is used.
  *
- * Every one becomes a root communicator, also one that was split or shrunk before: size, rank and config suffice. All
- * members attach in the order of the request, which is the same for all, so they cannot deadlock. Invariant: all or
- * nothing. On failure all that this attempt created is aborted, and all communicators are DETACHED as before.
+ * Every one becomes a root communicator, also one that was split or shrunk before: size, rank and config suffice. All are
+ * initialised at once, in groups of NCCL, so no member waits for one communicator before it takes part in the next. They are
+ * tested in the order of the request, which is the same for all members, so they cannot deadlock. Invariant: all or nothing.
+ * On failure all that this attempt created is aborted, and all communicators are DETACHED as before.
+ *
+ * Each is created with the job's own config, also if that says blocking. NCCL cannot change `blocking` afterwards, and a
+ * non-blocking communicator would start a thread for each of the job's launches and answer ncclInProgress. So a thread of
+ * ours can be inside a blocking call that never returns, and ncclCommAbort would free the communicator under it. Therefore
+ * it is aborted inside a group of the thread that cancels: NCCL (2.22 and later) raises the abort flag at once, which ends
+ * the call, and frees the communicator at ncclGroupEnd, which comes only after the call has returned.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -56,12 +63,15 @@ static bool enter_call(const struct nccl_job *job, struct member *member)
 	return job_in_time(job); /* read after the store: a thread that cancels later sees that this one is inside */
 }
 
-/* After that call. False: it was cancelled, and the new communicator was aborted. */
+/* After that call. False: it was cancelled. The thread that cancels frees the new communicator, from now on. */
 static bool leave_call(struct member *member)
 {
 	int inside = INSIDE_A_CALL;
 
-	return atomic_compare_exchange_strong(&member->holder, &inside, WORKER);
+	if (atomic_compare_exchange_strong(&member->holder, &inside, WORKER))
+		return true;
+	atomic_store(&member->holder, LEFT);
+	return false;
 }
 
 static int fail_cancelled(struct nccl_job *job, const struct member *member, const char *what)
@@ -73,53 +83,71 @@ static int fail_cancelled(struct nccl_job *job, const struct member *member, con
 static ncclResult_t init_member(struct member *member, struct nccl_instance *instance, const ncclUniqueId *id)
 {
 	struct nccl_comm *comm = member->comm;
-	ncclComm_t *into = (ncclComm_t *)&member->fresh;
 	int nranks = atomic_load(&comm->nranks), rank = atomic_load(&comm->rank);
+	ncclResult_t result;
 
 	member->entered = device_enter(atomic_load(&comm->device));
 	if (comm->config)
-		return REAL(instance, ncclCommInitRankConfig, ncclResult_t (*)(ncclComm_t *, int, ncclUniqueId, int, void *))(
-			into, nranks, *id, rank, comm->config);
-	return REAL(instance, ncclCommInitRank, ncclResult_t (*)(ncclComm_t *, int, ncclUniqueId, int))(into, nranks, *id,
-													rank);
+		result = REAL(instance, ncclCommInitRankConfig,
+			      ncclResult_t (*)(ncclComm_t *, int, ncclUniqueId, int, void *))(&member->made, nranks, *id,
+											      rank, comm->config);
+	else
+		result = REAL(instance, ncclCommInitRank,
+			      ncclResult_t (*)(ncclComm_t *, int, ncclUniqueId, int))(&member->made, nranks, *id, rank);
+	atomic_store(&member->fresh, member->made);
+	return result;
 }
 
-/* All members of one communicator in this process: more than one only if it drives several devices. */
-static int init(struct nccl_job *job, struct attempt *attempt, size_t from, size_t to, struct nccl_instance *instance)
+/* Starts the blocking ones or the others. They must not be in one group. */
+static ncclResult_t init_group(struct attempt *attempt, bool blocking, struct nccl_instance *instance)
+{
+	ncclResult_t result = ncclSuccess, ended;
+	bool any = false;
+
+	for (size_t i = 0; i < attempt->count; i++)
+		any = any || comm_blocks(attempt->members[i].comm) == blocking;
+	if (!any)
+		return ncclSuccess;
+	REAL(instance, ncclGroupStart, ncclResult_t (*)(void))();
+	for (size_t i = 0; i < attempt->count && (result == ncclSuccess || result == ncclInProgress); i++)
+		if (comm_blocks(attempt->members[i].comm) == blocking)
+			result = init_member(&attempt->members[i], instance, &attempt->members[i].id);
+	ended = REAL(instance, ncclGroupEnd, ncclResult_t (*)(void))();
+	return ended != ncclSuccess && ended != ncclInProgress ? ended : result;
+}
+
+/* All communicators of the request. The non-blocking ones first: their group returns at once, so that a member that waits
+ * in its blocking group finds them. */
+static int init_all(struct nccl_job *job, struct attempt *attempt, struct nccl_instance *instance)
 {
 	ncclResult_t result = ncclSuccess;
 	bool in_time = true, cancelled = false;
 
-	for (size_t i = from; i < to; i++)
+	for (size_t i = 0; i < attempt->count; i++)
 		in_time = enter_call(job, &attempt->members[i]) && in_time;
-	if (!in_time) {
-		for (size_t i = from; i < to; i++)
-			leave_call(&attempt->members[i]);
-		return job_fails(job, ETIMEDOUT, "no time left for communicator %016lx",
-				 (unsigned long)attempt->members[from].comm->id);
-	}
-	if (to - from > 1)
-		REAL(instance, ncclGroupStart, ncclResult_t (*)(void))();
-	for (size_t i = from; i < to && (result == ncclSuccess || result == ncclInProgress); i++)
-		result = init_member(&attempt->members[i], instance, &attempt->members[i].id);
-	if (to - from > 1) {
-		ncclResult_t ended = REAL(instance, ncclGroupEnd, ncclResult_t (*)(void))();
-
-		result = ended != ncclSuccess ? ended : result;
-	}
-	for (size_t i = from; i < to; i++) {
-		cancelled = !leave_call(&attempt->members[i]) || cancelled;
+	if (in_time)
+		result = init_group(attempt, false, instance);
+	if (in_time && (result == ncclSuccess || result == ncclInProgress))
+		result = init_group(attempt, true, instance);
+	for (size_t i = 0; i < attempt->count; i++) {
 		if (attempt->members[i].entered)
 			device_leave(atomic_load(&attempt->members[i].comm->device));
+		if (leave_call(&attempt->members[i]))
+			atomic_store(&attempt->members[i].fresh, attempt->members[i].made); /* NULL, if NCCL has freed it */
+		else
+			cancelled = true;
 	}
+	if (!in_time)
+		return job_fails(job, ETIMEDOUT, "no time left for %zu communicators", attempt->count);
 	if (cancelled)
-		return fail_cancelled(job, &attempt->members[from], "initialisation");
+		return job_fails(job, ETIMEDOUT,
+				 "the initialisation of %zu communicators did not end in time and was aborted",
+				 attempt->count);
 	if (result != ncclSuccess && result != ncclInProgress)
 		return job_fails(job, job_in_time(job) ? EIO : ETIMEDOUT,
-				 "communicator %016lx: ncclCommInitRank failed with NCCL error %d%s",
-				 (unsigned long)attempt->members[from].comm->id, (int)result,
-				 job_in_time(job) ? "" : " after the time was up");
-	for (size_t i = from; i < to; i++)
+				 "ncclCommInitRank of %zu communicators failed with NCCL error %d%s", attempt->count,
+				 (int)result, job_in_time(job) ? "" : " after the time was up");
+	for (size_t i = 0; i < attempt->count; i++)
 		if (wait_ready(job, &attempt->members[i], instance, "initialisation"))
 			return job->status;
 	return 0;
@@ -176,16 +204,10 @@ static int try_member(struct nccl_job *job, struct member *member, struct nccl_i
 
 static int build(struct nccl_job *job, struct attempt *attempt, struct nccl_instance *instance)
 {
-	for (size_t i = 0, end; i < attempt->count; i = end) {
-		for (end = i + 1; end < attempt->count && attempt->members[end].comm->id == attempt->members[i].comm->id;
-		     end++)
-			;
-		if (!job_in_time(job))
-			return job_fails(job, ETIMEDOUT, "no time left for communicator %016lx",
-					 (unsigned long)attempt->members[i].comm->id);
-		if (init(job, attempt, i, end, instance))
-			return job->status;
-	}
+	if (!attempt->count)
+		return 0;
+	if (init_all(job, attempt, instance))
+		return job->status;
 	for (size_t i = 0; i < attempt->count; i++) {
 		struct member *member = &attempt->members[i];
 		ncclResult_t result;
@@ -243,7 +265,7 @@ static void undo(struct attempt *attempt, struct nccl_instance *instance)
 		uint64_t before;
 		int doomed;
 
-		if (real && atomic_load(&member->holder) != CANCELLED)
+		if (real && atomic_load(&member->holder) == WORKER)
 			REAL(instance, ncclCommAbort, on_comm)(real);
 		nccl_lock(&before);
 		for (registration = member->comm->registrations; registration; registration = registration->next)
@@ -268,6 +290,32 @@ static void show(struct attempt *attempt)
 	nccl_unlock(&before);
 }
 
+/* Raises the abort flag of each new communicator whose call the worker is inside, until the worker is inside none. Outside
+ * such a call the worker itself notices the cancellation, and aborts what it has created. */
+static void abort_calls(struct attempt *attempt, struct nccl_instance *instance)
+{
+	bool inside = true;
+
+	while (inside) {
+		inside = false;
+		for (size_t i = 0; i < attempt->count; i++) {
+			struct member *member = &attempt->members[i];
+			ncclComm_t real = atomic_load(&member->fresh);
+			int holder = INSIDE_A_CALL;
+
+			if (real && atomic_compare_exchange_strong(&member->holder, &holder, CANCELLED)) {
+				REAL(instance, ncclCommAbort, on_comm)(real);
+				holder = CANCELLED;
+			} else {
+				holder = atomic_load(&member->holder);
+			}
+			inside = inside || holder == INSIDE_A_CALL || holder == CANCELLED;
+		}
+		if (inside)
+			wait_a_little();
+	}
+}
+
 void attach_cancel(void)
 {
 	struct nccl_instance *instance = real_instance();
@@ -281,20 +329,9 @@ void attach_cancel(void)
 	nccl_unlock(&before);
 	if (!attempt)
 		return;
-	for (size_t i = 0; i < attempt->count; i++) {
-		struct member *member = &attempt->members[i];
-
-		/* Outside such a call the worker itself notices the cancellation, and aborts what it has created. */
-		while (atomic_load(&member->holder) == INSIDE_A_CALL) {
-			ncclComm_t real = atomic_load(&member->fresh); /* NCCL writes it early in the call */
-			int inside = INSIDE_A_CALL;
-
-			if (!real)
-				wait_a_little();
-			else if (atomic_compare_exchange_strong(&member->holder, &inside, CANCELLED))
-				REAL(instance, ncclCommAbort, on_comm)(real);
-		}
-	}
+	REAL(instance, ncclGroupStart, ncclResult_t (*)(void))();
+	abort_calls(attempt, instance);
+	REAL(instance, ncclGroupEnd, ncclResult_t (*)(void))(); /* frees them */
 	attempt_let_go(attempt);
 }
 

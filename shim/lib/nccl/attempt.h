@@ -9,13 +9,15 @@ struct member {
 	struct nccl_comm *comm;
 	ncclUniqueId id;
 	bool to_be_tried, entered;
-	_Atomic(ncclComm_t) fresh; /* where NCCL writes the new communicator; the record gets it when all have succeeded */
-	/* The thread that may abort the new communicator: the worker or, while the worker is inside a call that may never
-	 * return, the thread that cancels. CANCELLED: it is aborted, and the worker must not use it any more. */
+	ncclComm_t made; /* where NCCL writes the new communicator: the worker's own */
+	_Atomic(ncclComm_t) fresh; /* the same, for the thread that cancels; the record gets it when all have succeeded */
+	/* The thread that frees the new communicator if the attempt fails: the worker, unless the thread that cancels found it
+	 * inside a call that may never return. CANCELLED: the abort flag is raised, so that the call returns. LEFT: it has
+	 * returned, the worker does not touch the communicator any more, and the thread that cancels frees it. */
 	_Atomic int holder;
 };
 
-enum { WORKER = 0, INSIDE_A_CALL = 1, CANCELLED = 2 };
+enum { WORKER = 0, INSIDE_A_CALL = 1, CANCELLED = 2, LEFT = 3 };
 
 struct attempt {
 	_Atomic int holders;

@@ -60,6 +60,7 @@ struct ncclComm {
 
 	/* Under library_lock. */
 	bool ready, finalize_called, finalized, destroy_called, aborted, revoked;
+	bool building; /* a blocking call creates it now */
 	bool launch_unseen; /* non-blocking: the next ncclCommGetAsyncError says "in progress" once */
 	int users;     /* calls and jobs inside; only at 0 may it be freed */
 	int jobs;     /* splits under way on it */
@@ -91,6 +92,9 @@ void comm_fail(struct ncclComm *comm, ncclResult_t result); /* with the lock; th
 void comm_free(struct ncclComm *comm);      /* unlisted, unused; ends its threads */
 bool comm_copy_reason(ncclComm_t handle, char *reason);
 bool start_thread(pthread_t *thread, void *(*body)(void *), void *argument, const char *name);
+
+/* lifetime.c: ends what ncclCommAbort has stopped. */
+void comm_abort(struct ncclComm *comm);
 
 /* buffers.c */
 ncclResult_t buffer_get(struct ncclComm *comm);
@@ -140,6 +144,7 @@ struct cancel job_cancel(const struct job *job);
 /* groups.c: runs at once outside a group, at its end inside. */
 ncclResult_t group_add_operation(const struct operation *operation); /* the caller is inside operation->comm */
 ncclResult_t group_add_job(struct job *job);
+bool group_add_abort(struct ncclComm *comm); /* false: no group is open */
 void group_start(void);
 ncclResult_t group_end(void);
 ncclResult_t group_note(ncclResult_t result); /* a call that failed inside a group fails the group */

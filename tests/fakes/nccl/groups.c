@@ -17,6 +17,13 @@ struct group {
 	enum blocking blocking;
 	struct operation *operations;
 	struct job *jobs;
+	struct ending *endings;
+};
+
+/* A communicator that was aborted inside the group: it is freed at its end, as with NCCL 2.22 and later. */
+struct ending {
+	struct ending *next;
+	struct ncclComm *comm;
 };
 
 static __thread struct group current;
@@ -81,6 +88,30 @@ ncclResult_t group_add_job(struct job *job)
 	}
 	ended = group_end();
 	return result == ncclSuccess ? ended : result;
+}
+
+bool group_add_abort(struct ncclComm *comm)
+{
+	struct ending *ending;
+
+	if (!current.depth)
+		return false;
+	if (!(ending = malloc(sizeof(*ending))))
+		abort();
+	*ending = (struct ending){current.endings, comm};
+	current.endings = ending;
+	return true;
+}
+
+static void end_aborted(struct ending *endings)
+{
+	struct ending *next;
+
+	for (; endings; endings = next) {
+		next = endings->next;
+		comm_abort(endings->comm);
+		free(endings);
+	}
 }
 
 static void drop_operations(struct operation *operations)
@@ -163,6 +194,7 @@ ncclResult_t group_end(void)
 	if (--current.depth)
 		return ncclSuccess;
 	current = (struct group){.depth = 0}; /* first: jobs and operations may call back into the library */
+	end_aborted(group.endings);
 	if (result == ncclSuccess)
 		result = check_self(group.operations);
 	if (result != ncclSuccess) {
@@ -209,6 +241,7 @@ ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t *info)
 	if (--current.depth)
 		return group.result;
 	current = (struct group){.depth = 0};
+	end_aborted(group.endings);
 	jobs_drop(group.jobs);
 	drop_operations(group.operations);
 	if (group.result == ncclSuccess)

@@ -57,6 +57,14 @@ static void job_free(struct job *job)
 	free(job);
 }
 
+static void set_building(struct job *job, bool building)
+{
+	pthread_mutex_lock(&library_lock);
+	if (job->comm)
+		job->comm->building = building;
+	pthread_mutex_unlock(&library_lock);
+}
+
 /* Does the job's work and stores the result in the communicators, for callers that poll. */
 static void job_work(struct job *job)
 {
@@ -164,6 +172,8 @@ static ncclResult_t run_together(struct job *jobs)
 	ncclResult_t result = ncclSuccess, one;
 	struct job *job, *next;
 
+	for (job = jobs; job; job = job->next)
+		set_building(job, true);
 	for (job = jobs; job; job = job->next) {
 		job->siblings = jobs;
 		if (!start_thread(&job->thread, work_grouped, job, "nccl-job"))
@@ -171,6 +181,8 @@ static ncclResult_t run_together(struct job *jobs)
 	}
 	for (job = jobs; job; job = job->next)
 		pthread_join(job->thread, NULL);
+	for (job = jobs; job; job = job->next)
+		set_building(job, false);
 	for (job = jobs; job; job = job->next)
 		if (result == ncclSuccess || (is_consequence(result) && !is_consequence(job->result)))
 			result = job->result != ncclSuccess ? job->result : result;
@@ -194,7 +206,9 @@ ncclResult_t jobs_run(struct job *jobs, bool blocking)
 	if (blocking && jobs->next)
 		return run_together(jobs);
 	if (blocking) {
+		set_building(jobs, true);
 		job_work(jobs);
+		set_building(jobs, false);
 		return job_end(jobs);
 	}
 	for (; jobs; jobs = next) {

@@ -5,6 +5,7 @@
  * last one waits for all, because a single thread may make these calls one after the other.
  */
 #define _GNU_SOURCE
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "communicator.h"
@@ -180,12 +181,28 @@ static struct ncclComm *left_behind(uint64_t id)
 	return found;
 }
 
+void comm_abort(struct ncclComm *comm)
+{
+	uint64_t id = comm->id;
+	struct ncclComm *other;
+
+	pthread_mutex_lock(&library_lock);
+	if (comm->building) { /* NCCL does not wait for that call: it uses freed memory */
+		fprintf(stderr, "libnccl stand-in: ncclCommAbort frees a communicator that a blocking call is creating\n");
+		abort();
+	}
+	abort_one(comm);
+	while ((other = left_behind(id)))
+		abort_one(other);
+	pthread_mutex_unlock(&library_lock);
+	rendezvous_settle(0, false);
+}
+
 ncclResult_t ncclCommAbort(ncclComm_t handle)
 {
-	struct ncclComm *comm, *other;
 	ncclResult_t result = ncclSuccess;
+	struct ncclComm *comm;
 	int rank = -1;
-	uint64_t id;
 
 	if (!handle)
 		return ncclSuccess;
@@ -200,11 +217,10 @@ ncclResult_t ncclCommAbort(ncclComm_t handle)
 		pthread_mutex_unlock(&library_lock);
 		return failed(ncclInvalidArgument, "%p is no communicator of this library", (void *)handle);
 	}
-	id = comm->id;
-	abort_one(comm);
-	while ((other = left_behind(id)))
-		abort_one(other);
+	comm->aborted = true;
 	pthread_mutex_unlock(&library_lock);
-	rendezvous_settle(0, false);
+	comm_stop(comm, true);
+	if (!group_add_abort(comm))
+		comm_abort(comm);
 	return ncclSuccess;
 }

@@ -167,9 +167,9 @@ static void *host(void *argument)
 	while (meeting->nguests)
 		dismiss(meeting, 0);
 	close(meeting->listener);
-	close(meeting->give_up_fd);
 	free(meeting->guests);
-	pthread_mutex_lock(&library_lock);
+	pthread_mutex_lock(&library_lock); /* rendezvous_settle may just be about to write to it */
+	close(meeting->give_up_fd);
 	meeting->done = true;
 	pthread_mutex_unlock(&library_lock);
 	return NULL;

@@ -16,7 +16,7 @@ import pytest
 from snapshotd.inprocess import symbols
 from tests.fakes import nccl_build
 from tests.shim.nccl.conftest import REPOSITORY, STAND_IN, Job
-from tests.shim.nccl.gates import OPEN
+from tests.shim.nccl.gates import ATTACH, OPEN, Gates, Refused
 from tests.shim.nccl.test_moves import rebuild
 
 SHIM = REPOSITORY / "shim" / "lib"
@@ -64,13 +64,31 @@ def sanitized(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Saniti
     job.kill()
 
 
+def cancel_an_attach(gates: Gates) -> None:
+    """The last rank does not attach. The others are inside blocking calls, which another thread aborts."""
+    gates.to_the_cut()
+    reports = gates.reports()
+    comms = gates.live(reports)
+    gates.detach(comms)
+    lines = gates.attach_lines(reports, comms)
+    waiting = [(gate, gate.send(ATTACH, lines, timeout_s=3600.0)) for gate in gates.gates[:-1]]
+    for gate, number in waiting:
+        gate.cancel(number)
+        with pytest.raises(Refused):
+            gate.finish(number)
+    gates.attach(reports, comms)
+
+
 @pytest.mark.sampled(1)
 def test_sanitizer_finds_no_error_during_moves(sanitized: SanitizedJob) -> None:
     sanitized.start("job", 3)
     sanitized.reach(2)
     gates = sanitized.gates()
-    for move in range(3):
-        rebuild(gates, fresh=move)
+    for move in range(4):
+        if move < 3:
+            rebuild(gates, fresh=move)
+        else:
+            cancel_an_attach(gates)  # last: an id that was not used keeps a thread of NCCL
         before = max(sanitized.steps())
         gates.all(OPEN)
         sanitized.reach(before + 2)
