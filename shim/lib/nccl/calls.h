@@ -26,6 +26,8 @@ struct nccl_call {
 	ncclComm_t *made; /* ncclCommInitAll: where the real library writes */
 	ncclComm_t **out; /* where to store each child's handle for the application */
 	void *copies; /* of what the arguments point to; freed with the call */
+	bool in_context; /* the call is kept, and is to be made in the CUDA context, and on the device, that was current */
+	void *context;
 	uint64_t word[MOST_WORDS];
 };
 

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "calls.h"
+#include "device.h"
 #include "ids.h"
 #include "redops.h"
 
@@ -29,7 +30,7 @@ static ncclResult_t submit(struct nccl_thread *thread, struct nccl_call *call, s
 	return call_submit(thread, call);
 }
 
-static ncclResult_t make_root(struct nccl_thread *thread, struct nccl_instance *instance, struct nccl_call *call)
+static ncclResult_t call_root(struct nccl_thread *thread, struct nccl_instance *instance, struct nccl_call *call)
 {
 	void *function = instance->function[call->symbol];
 	ncclComm_t *into = (ncclComm_t *)&call->child[0]->real;
@@ -46,6 +47,21 @@ static ncclResult_t make_root(struct nccl_thread *thread, struct nccl_instance *
 												  config);
 	return ((ncclResult_t (*)(ncclComm_t *, int, int, int, const ncclUniqueId *, void *))function)(into, nranks, rank,
 												       count, ids, config);
+}
+
+/* A program that drives several devices from one thread selects the next one before each call of its group, and NCCL takes the
+ * current one: at the end of the group that would be the last one for all of them. */
+static ncclResult_t make_root(struct nccl_thread *thread, struct nccl_instance *instance, struct nccl_call *call)
+{
+	void *before = call->in_context ? device_context() : NULL;
+	ncclResult_t result;
+
+	if (!call->in_context || before == call->context)
+		return call_root(thread, instance, call);
+	device_set_context(call->context);
+	result = call_root(thread, instance, call);
+	device_set_context(before);
+	return result;
 }
 
 static ncclResult_t init(int symbol, ncclComm_t *out, int nranks, const ncclUniqueId *ids, int count, int rank,
@@ -78,6 +94,8 @@ static ncclResult_t init(int symbol, ncclComm_t *out, int nranks, const ncclUniq
 		return thread_error(thread, ncclSystemError, "no memory for another communicator");
 	}
 	memcpy(call.copies, ids, (size_t)count * sizeof(*ids));
+	call.in_context = thread->depth > 0;
+	call.context = call.in_context ? device_context() : NULL;
 	return submit(thread, &call, comm_make(id, BY_INIT, nranks, rank, copy), out);
 }
 

@@ -42,6 +42,18 @@ void device_leave(int device)
 	DRIVER("cuDevicePrimaryCtxRelease_v2", (int), device);
 }
 
+void *device_context(void)
+{
+	void *context = NULL;
+
+	return DRIVER("cuCtxGetCurrent", (void **), &context) == 0 ? context : NULL;
+}
+
+void device_set_context(void *context)
+{
+	DRIVER("cuCtxSetCurrent", (void *), context);
+}
+
 int device_synchronize(void)
 {
 	return DRIVER("cuCtxSynchronize", (void));

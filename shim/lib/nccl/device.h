@@ -8,6 +8,9 @@
 /* Makes the device's primary context the calling thread's. False: no driver, or the job has no context there. */
 bool device_enter(int device);
 void device_leave(int device);
+/* The calling thread's context; NULL: none, or no driver. It decides which device a new communicator belongs to. */
+void *device_context(void);
+void device_set_context(void *context);
 /* Waits for all work on the entered device; 0 or the driver's error. May wait for ever. */
 int device_synchronize(void);
 

@@ -71,7 +71,7 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t *comm, int nranks, int rank, in
 /* Calls the exported symbols, so that a preloaded library is entered again. */
 ncclResult_t ncclCommInitAll(ncclComm_t *comms, int ndev, const int *devices)
 {
-	int before = fakeNcclGetDevice(), i;
+	int before = fakeNcclChosenDevice(), i;
 	ncclUniqueId id;
 	ncclResult_t result, ended;
 

@@ -4,12 +4,14 @@
 #define _GNU_SOURCE
 #include "streams.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdlib.h>
 
 #define BUSY 7 /* ncclInProgress */
 #define DEFAULT_STREAMS 3
+#define NOT_CHOSEN (-1)
 
 struct fake_ticket {
 	struct fake_ticket *next;
@@ -23,7 +25,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static struct fake_ticket *tickets; /* of all streams, oldest first */
 static uint64_t numbers;
-static __thread int current_device;
+static __thread int chosen_device = NOT_CHOSEN;
 
 static bool same_stream(const struct fake_ticket *ticket, int device, const void *stream)
 {
@@ -33,13 +35,23 @@ static bool same_stream(const struct fake_ticket *ticket, int device, const void
 
 int fakeNcclSetDevice(int device)
 {
-	current_device = device;
+	chosen_device = device;
 	return 0;
 }
 
 int fakeNcclGetDevice(void)
 {
-	return current_device;
+	int (*ask)(int *) = dlsym(RTLD_DEFAULT, "cuCtxGetDevice");
+	int device = 0;
+
+	if (chosen_device != NOT_CHOSEN)
+		return chosen_device;
+	return ask && ask(&device) == 0 ? device : 0;
+}
+
+int fakeNcclChosenDevice(void)
+{
+	return chosen_device;
 }
 
 struct fake_ticket *fakeNcclTicketTake(int device, void *stream, const void *unit)
@@ -113,11 +125,12 @@ static bool holds_work(int device, const void *stream, uint64_t up_to)
 
 int fakeNcclStreamSynchronize(void *stream)
 {
+	int device = fakeNcclGetDevice();
 	uint64_t up_to;
 
 	pthread_mutex_lock(&lock);
 	up_to = numbers; /* what is launched later is not waited for */
-	while (holds_work(current_device, stream, up_to))
+	while (holds_work(device, stream, up_to))
 		pthread_cond_wait(&changed, &lock);
 	pthread_mutex_unlock(&lock);
 	return 0;
@@ -125,10 +138,11 @@ int fakeNcclStreamSynchronize(void *stream)
 
 int fakeNcclStreamQuery(void *stream)
 {
+	int device = fakeNcclGetDevice();
 	bool busy;
 
 	pthread_mutex_lock(&lock);
-	busy = holds_work(current_device, stream, numbers);
+	busy = holds_work(device, stream, numbers);
 	pthread_mutex_unlock(&lock);
 	return busy ? BUSY : 0;
 }

@@ -18,10 +18,11 @@ struct fake_ticket; /* the position of one piece of work on a stream */
 STREAM_EXPORT int fakeNcclStreamSynchronize(void *stream);
 /* For tests: 0 when the stream is empty, 7 (ncclInProgress) when it is not. */
 STREAM_EXPORT int fakeNcclStreamQuery(void *stream);
-/* For tests: the calling thread's device, which its next communicators belong to; 0 at first. The default streams (the
- * pointers 0, 1 and 2) are one per device. Always returns 0. */
-STREAM_EXPORT int fakeNcclSetDevice(int device);
+/* For tests: the calling thread's device, which its next communicators belong to: that of its CUDA context, if there is
+ * one, or 0, until another one is chosen (-1: none). The default streams (the pointers 0, 1 and 2) are one per device. */
+STREAM_EXPORT int fakeNcclSetDevice(int device); /* always returns 0 */
 STREAM_EXPORT int fakeNcclGetDevice(void);
+STREAM_EXPORT int fakeNcclChosenDevice(void);
 
 /* For libnccl: takes the next position on the stream. Tickets of one unit (one fused launch) do not wait for each
  * other. NULL if there is no memory. */

@@ -188,6 +188,31 @@ def all_in_one(rank: Rank) -> None:
         nccl.ncclCommDestroy(comms[i])
 
 
+def devices_in_a_group(rank: Rank) -> None:
+    """One thread selects a device, creates its member, and so on, all in one group, as nccl-tests does with `-g`."""
+    driver, nccl, n = ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL), rank.nccl, 3
+    assert driver.cuInit(0) == 0
+    contexts = [c_void_p() for _ in range(n)]
+    for device, context in enumerate(contexts):
+        assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+    made, id_ = [c_void_p() for _ in range(n)], nccl.unique_id()
+    nccl.ncclGroupStart()
+    for i, context in enumerate(contexts):
+        assert driver.cuCtxSetCurrent(context) == 0
+        nccl.ncclCommInitRank(ctypes.byref(made[i]), n, id_, i)
+    nccl.ncclGroupEnd()
+    current, device = c_void_p(), c_int(-1)
+    assert driver.cuCtxGetCurrent(ctypes.byref(current)) == 0
+    assert current.value == contexts[-1].value
+    devices = []
+    for comm in made:
+        nccl.ncclCommCuDevice(comm, ctypes.byref(device))
+        devices.append(device.value)
+    assert devices == list(range(n))
+    for comm in made:
+        nccl.ncclCommDestroy(comm)
+
+
 def watched(rank: Rank) -> None:
     """The grid, with a watchdog that queries the world communicator continuously and must get success at once."""
     nccl, everybody = rank.nccl, list(range(rank.nranks))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.fakes import cuda_fake
 from tests.shim.nccl.conftest import Job
 
 
@@ -35,4 +38,11 @@ from tests.shim.nccl.conftest import Job
 )
 def test_scenario_runs_unchanged_behind_the_shim(job: Job, scenario: str, nranks: int) -> None:
     job.start(scenario, nranks)
+    job.all_right()
+
+
+def test_grouped_initialisation_keeps_the_device_of_each_call(job: Job, tmp_path: Path) -> None:
+    """The calls of a group reach NCCL at its end, when the last device is current."""
+    node = cuda_fake.GpuNode(tmp_path / "gpus", cuda_fake.gpus("node-1", 3))
+    job.start("jobs.devices_in_a_group", 1, **node.environment)
     job.all_right()
