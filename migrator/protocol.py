@@ -165,7 +165,7 @@ TABLE: tuple[Step, ...] = (
         rounds_of=("Close", "SetTargets"),
     ),
     Step(
-        *("detach", "Detach", Asked.SOURCE, _RUNNING, 120),
+        *("detach", "Detach", Asked.SOURCE, _RUNNING, 3600),
         does="destroy the rank's communicators",
         undone_by=("Abort", "Open"),
         only_with_nccl=True,
@@ -189,7 +189,7 @@ TABLE: tuple[Step, ...] = (
         undone_by=("Discard",),
     ),
     Step(
-        *("reattach", "Attach", Asked.SOURCE, _FROZEN, 180),
+        *("reattach", "Attach", Asked.SOURCE, _FROZEN, 3600),
         does="build communicators anew with the held copy",
         undone_by=("Abort", "Open"),
         only_with_nccl=True,

@@ -143,7 +143,7 @@ async def _hand_token(cluster: Cluster, move: Move, outcome: pb.Outcome, note: N
     if node not in cluster.nodes:
         note(f"{move.id}: {node} is not in {cluster.origin}, so the token was not carried there")
         return []
-    token = pb.TokenRequest(move=move.id, token=outcome.token)
+    token = pb.TokenRequest(move=move.id, token=outcome.token, abandoned=outcome.abandoned)
     try:
         async with cluster.client(node) as target:
             if outcome.kind == pb.ABORT:

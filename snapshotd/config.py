@@ -132,6 +132,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     spool_free_bytes: Annotated[int, Meta(ge=0, lt=1 << 50, description="a number of bytes")] = 1 << 30
     # Ranks, and connections of their keepers, that one user may have on this node. Root has no limit.
     ranks_per_user: Annotated[int, Meta(ge=1, le=100000, description="a whole number from 1 to 100000")] = 1024
+    # How long communicators may take to be taken down or built again: so long, and more for each member of each of them.
+    nccl_timeout_s: Annotated[int, Meta(ge=5, le=1800, description="a whole number from 5 to 1800")] = 60
+    nccl_member_timeout_ms: Annotated[int, Meta(ge=0, le=10000, description="a whole number from 0 to 10000")] = 20
     gpu_library_dir: Annotated[str, toml_file.text("an absolute path", _directory_or_empty)] = (
         ""  # empty: where the loader looks
     )

@@ -180,7 +180,7 @@ class TargetServicer:
         return await self.steps.restore(request.move)
 
     async def Activate(self, request: pb.TokenRequest, context: Context) -> pb.ActivateReply:
-        return await self.steps.activate(request.move, request.token)
+        return await self.steps.activate(request.move, request.token, abandoned=request.abandoned)
 
     async def Discard(self, request: pb.TokenRequest, context: Context) -> pb.DiscardReply:
         asker = context.caller
@@ -247,7 +247,7 @@ class GateServicer:
         return await self.members.give_up(request.move, context.caller.name)
 
     async def Open(self, request: pb.TokenRequest, context: Context) -> pb.OpenReply:
-        return await self.gates.open(request.move, request.token, context.caller.name)
+        return await self.gates.open(request.move, request.token, context.caller.name, abandoned=request.abandoned)
 
 
 class HomeServicer:

@@ -2256,6 +2256,7 @@ class Outcome(_message.Message):
     WHERE_FIELD_NUMBER: _builtins.int
     DECIDED_BY_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
     kind: Global___OutcomeKind.ValueType
     reason: _builtins.str
     token: _builtins.bytes
@@ -2265,6 +2266,8 @@ class Outcome(_message.Message):
     decided_by: _builtins.str
     settled: _builtins.bool
     """carried out on the source; for ABORT: the rank runs there again"""
+    abandoned: _builtins.bool
+    """its communicators can never be built again, because a member has ended"""
     def __init__(
         self,
         *,
@@ -2274,10 +2277,11 @@ class Outcome(_message.Message):
         where: _builtins.str = ...,
         decided_by: _builtins.str = ...,
         settled: _builtins.bool = ...,
+        abandoned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided_by", b"decided_by", "kind", b"kind", "reason", b"reason", "settled", b"settled", "token", b"token", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "decided_by", b"decided_by", "kind", b"kind", "reason", b"reason", "settled", b"settled", "token", b"token", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2607,17 +2611,21 @@ class TokenRequest(_message.Message):
 
     MOVE_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     token: _builtins.bytes
+    abandoned: _builtins.bool
+    """as in Outcome; only Activate and Open read it"""
     def __init__(
         self,
         *,
         move: _builtins.str = ...,
         token: _builtins.bytes = ...,
+        abandoned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "move", b"move", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2699,17 +2707,21 @@ class Copy(_message.Message):
 
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
     state: Global___Copy.State.ValueType
     reason: _builtins.str
+    abandoned: _builtins.bool
+    """as in Outcome, or an operator has declared the source dead"""
     def __init__(
         self,
         *,
         state: Global___Copy.State.ValueType = ...,
         reason: _builtins.str = ...,
+        abandoned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "reason", b"reason", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3546,7 +3558,10 @@ class DetachRequest(_message.Message):
     MOVE_FIELD_NUMBER: _builtins.int
     COMMS_FIELD_NUMBER: _builtins.int
     RANK_UIDS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
     move: _builtins.str
+    timeout_s: _builtins.float
+    """0: of an older source, which has a fixed limit"""
     @_builtins.property
     def comms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -3559,10 +3574,11 @@ class DetachRequest(_message.Message):
         move: _builtins.str = ...,
         comms: _abc.Iterable[_builtins.str] | None = ...,
         rank_uids: _abc.Iterable[_builtins.str] | None = ...,
+        timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["comms", b"comms", "move", b"move", "rank_uids", b"rank_uids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["comms", b"comms", "move", b"move", "rank_uids", b"rank_uids", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3645,7 +3661,10 @@ class AttachRequest(_message.Message):
     MOVE_FIELD_NUMBER: _builtins.int
     COMMS_FIELD_NUMBER: _builtins.int
     RANK_UIDS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
     move: _builtins.str
+    timeout_s: _builtins.float
+    """0: of an older source, which has a fixed limit"""
     @_builtins.property
     def comms(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommId]:
         """in the order in which every member builds them; empty: only prepare the held copy"""
@@ -3660,10 +3679,11 @@ class AttachRequest(_message.Message):
         move: _builtins.str = ...,
         comms: _abc.Iterable[Global___CommId] | None = ...,
         rank_uids: _abc.Iterable[_builtins.str] | None = ...,
+        timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["comms", b"comms", "move", b"move", "rank_uids", b"rank_uids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["comms", b"comms", "move", b"move", "rank_uids", b"rank_uids", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -86,6 +86,10 @@ class Communicator:
         return "" if self.held else _PASSING.get(self.state, "")
 
 
+#: States of a communicator that the job cannot use, and that is to be built again.
+DOWN = frozenset({"detached", "detaching", "attaching"})
+
+
 @dataclass(frozen=True)
 class RdmaDevice:
     """An RDMA device that a process has open through libibverbs."""
@@ -242,13 +246,14 @@ def set_targets(process: tree.Process, lines: Sequence[str]) -> None:
     _ask(process, Command.NCCL_TARGETS, GATE_S, "take its targets", lines)
 
 
-def open_gate(process: tree.Process) -> None:
-    """Opens the gate: the job continues. A communicator that is still detached is lost to it.
+def open_gate(process: tree.Process, *, abandon: bool = False) -> None:
+    """Opens the gate: the job continues. Raises NcclFailed while a communicator is not attached. Abandon: it never will be,
+    because a member has ended; the job gets errors from it. A library of an older version opens in any case.
 
     A process that has ended, or replaced its program, has no closed gate any more.
     """
     try:
-        _ask(process, Command.NCCL_OPEN, GATE_S, "open its gate")
+        _ask(process, Command.NCCL_OPEN, GATE_S, "open its gate", ["abandon"] if abandon else ())
     except RankGone:
         log.info("process %d has ended behind its gate", process.pid)
     except (GpuFailed, NcclFailed):

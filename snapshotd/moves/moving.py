@@ -40,7 +40,6 @@ class Moving:
     done: bool = False  # target: woken or dropped, nothing is left to do
     waiting_for: str = ""
     pause_s: float = 0.0  # source: what the driver measured, for the history
-    undoing_since_s: float = 0.0  # source: CLOCK_BOOTTIME of the first attempt to build communicators again
     answered_s: float = field(default_factory=host.boottime_s)  # gate, target: when the source last answered
 
     def renew(self) -> None:

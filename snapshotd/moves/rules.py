@@ -266,6 +266,8 @@ class GateFacts:
     source_silent: bool = False  # it has not answered for longer than any undo takes
     target: CopyState = CopyState.UNREACHABLE
     source_lost: bool = False  # it has not answered for so long that waiting is given up
+    down: bool = False  # a communicator of a process here is not attached, or that is not known
+    abandoned: bool = False  # source or target says that they can never be built again
 
 
 _NO_COPY = {CopyState.DISCARDED, CopyState.GONE, CopyState.NO_SUCH_MOVE, CopyState.RECEIVING}
@@ -276,9 +278,10 @@ def gate_next(facts: GateFacts) -> tuple[GateDecision, str]:
 
     An open gate lets the job use its communicators, so they must be complete on every member first: after COMMIT once the
     target runs the rank, after ABORT once the source has built them again with its own copy. A gate that stays closed only
-    costs time; one that opens early costs the job. But a job whose communicators will never be built again must continue
-    and see NCCL's errors. Once this gate is open nothing is attached here for this move any more, so the move of a target
-    that is still receiving cannot be committed afterwards.
+    costs time; one that opens early costs the job. So a silent source opens no gate behind which a communicator is down: it
+    may be cut off, and still try. But a job whose communicators can never be built again must continue and see NCCL's
+    errors: a member has ended, or an operator has declared the source dead. Once this gate is open nothing is attached here
+    for this move any more, so the move of a target that is still receiving cannot be committed afterwards.
     """
     if facts.mark is Mark.SETTLED:
         return GateDecision.CLOSE, "settled"
@@ -288,6 +291,11 @@ def gate_next(facts: GateFacts) -> tuple[GateDecision, str]:
         return GateDecision.LEARN_COMMIT, "the target runs the rank"
     if facts.source is Outcome.ABORT and facts.source_undone:
         return GateDecision.LEARN_ABORT, "the source has put the rank back"
+    if facts.abandoned and facts.target in _NO_COPY:
+        return GateDecision.LEARN_ABORT, "the source was declared dead, and the target has no copy of the rank"
+    if facts.down and (facts.source_unknowing or facts.source_silent):
+        why = "does not know this move" if facts.source_unknowing else "is silent"
+        return GateDecision.ASK, f"communicators are down here, and the source, which builds them again, {why}"
     if facts.source_unknowing and facts.target is not CopyState.HELD:
         return GateDecision.LEARN_ABORT, "the source does not know this move"
     if facts.source_silent and facts.target in _NO_COPY:

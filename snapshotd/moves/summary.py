@@ -29,6 +29,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: int
     pause_s: float
     failure: str
+    abandoned: bool
 
     @classmethod
     def of(cls, record: MoveRecord) -> Summary:

@@ -41,6 +41,7 @@ class Shims:
         self.failing: dict[str, int] = {}  # how often each operation fails
         self.waiting: set[Process] = set()  # processes whose attach waits for the others
         self.failing_process: Process | None = None  # process whose attach fails
+        self.limits_s: list[float] = []  # of each attach
         self.before: Any = lambda what: None
 
     def _hear(self, what: str, process: Process, more: Any = None) -> None:
@@ -65,8 +66,10 @@ class Shims:
         self._hear("close", process)
         self.closed.add(process)
 
-    def open_gate(self, process: Process) -> None:
-        self._hear("open", process)
+    def open_gate(self, process: Process, *, abandon: bool = False) -> None:
+        self._hear("open", process, "abandon" if abandon else None)
+        if not abandon and any(state in ncclctl.DOWN for _, _, state in self.comms.get(process, {}).values()):
+            raise NcclFailed(f"process {process.pid} cannot open its gate: a communicator is not attached")
         self.closed.discard(process)
 
     def set_targets(self, process: Process, lines: Sequence[str]) -> None:
@@ -82,6 +85,7 @@ class Shims:
 
     def attach(self, process: Process, lines: Sequence[str], timeout_s: float, given_up: threading.Event) -> None:
         self._hear("attach", process, list(lines))
+        self.limits_s.append(timeout_s)
         if process == self.failing_process:
             raise NcclFailed(f"process {process.pid} cannot attach")
         if process in self.waiting:
@@ -131,7 +135,13 @@ class Here:
     entries: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.config = SimpleNamespace(node=self.name, state_dir=self.state_dir, advertise=f"{self.name}:7070")
+        self.config = SimpleNamespace(
+            node=self.name,
+            state_dir=self.state_dir,
+            advertise=f"{self.name}:7070",
+            nccl_timeout_s=60,
+            nccl_member_timeout_ms=20,
+        )
         self.reserve = None
         self.journal = Journal(self.state_dir)
         self.ranks = SimpleNamespace(all=lambda: self.entries)
@@ -153,10 +163,10 @@ class Here:
         other = self.cluster.nodes[name]
         caller = self.name
 
-        async def called(operation: Any, *arguments: Any) -> Any:
+        async def called(operation: Any, *arguments: Any, **named: Any) -> Any:
             if not other.reachable:
                 raise Unreachable(f"node {name} could not be reached")
-            return await operation(*arguments)
+            return await operation(*arguments, **named)
 
         async def list_ranks(request: Any, timeout_s: float) -> pb.ListRanksReply:
             ranks = [entry.to_proto(name) for entry in other.entries]
@@ -173,7 +183,9 @@ class Here:
                 NewId=lambda request, timeout_s: called(members.new_id, request, caller),
                 Attach=lambda request, timeout_s: called(members.attach, request, caller),
                 GiveUp=lambda request, timeout_s: called(members.give_up, request.move, caller),
-                Open=lambda request, timeout_s: called(gates.open, request.move, request.token, caller),
+                Open=lambda request, timeout_s: called(
+                    gates.open, request.move, request.token, caller, abandoned=request.abandoned
+                ),
             ),
         )
 

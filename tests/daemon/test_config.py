@@ -89,6 +89,8 @@ def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
         spool_total_bytes=8 << 30,
         spool_free_bytes=1 << 30,
         ranks_per_user=1024,
+        nccl_timeout_s=60,
+        nccl_member_timeout_ms=20,
         gpu_library_dir="",
         device_channel="encrypted",
     )

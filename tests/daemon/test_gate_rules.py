@@ -22,9 +22,9 @@ def every_fact() -> list[GateFacts]:
     flags = [False, True]
     outcomes = [None, *Outcome]
     return [
-        GateFacts(Mark.GATED, None, source, undone, unknowing, silent, target, lost)
-        for source, undone, unknowing, silent, target, lost in itertools.product(
-            outcomes, flags, flags, flags, CopyState, flags
+        GateFacts(Mark.GATED, None, source, undone, unknowing, silent, target, lost, down, abandoned)
+        for source, undone, unknowing, silent, target, lost, down, abandoned in itertools.product(
+            outcomes, flags, flags, flags, CopyState, flags, flags, flags
         )
         if silent or not lost
     ]
@@ -40,7 +40,8 @@ def test_no_gate_opens_before_the_communicators_are_complete() -> None:
             assert facts.target in {CopyState.RUNNING, CopyState.ENDED}
         if decision is GateDecision.LEARN_ABORT:
             assert facts.target not in {CopyState.RUNNING, CopyState.HELD} or facts.source_undone
-            assert facts.source_undone or facts.source_unknowing or facts.source_silent
+            assert facts.source_undone or facts.source_unknowing or facts.source_silent or facts.abandoned
+            assert facts.source_undone or facts.abandoned or not facts.down
 
 
 def test_undecided_move_keeps_the_gate_closed() -> None:
@@ -74,6 +75,17 @@ def test_lost_source_and_unreachable_target_are_given_up() -> None:
     lost = GateFacts(Mark.GATED, None, source_silent=True, source_lost=True)
     assert gate_next(lost)[0] is GateDecision.LEARN_ABORT
     assert gate_next(replace(lost, target=CopyState.HELD))[0] is GateDecision.ASK
+
+
+def test_silent_source_opens_no_gate_in_front_of_a_communicator_that_is_down() -> None:
+    lost = GateFacts(Mark.GATED, None, source_silent=True, source_lost=True, down=True)
+    for state in CopyState:
+        decision, reason = gate_next(replace(lost, target=state))
+        if state not in {CopyState.RUNNING, CopyState.ENDED}:
+            assert decision is GateDecision.ASK
+            assert "communicators are down here" in reason
+    declared = replace(lost, target=CopyState.DISCARDED, abandoned=True)
+    assert gate_next(declared)[0] is GateDecision.LEARN_ABORT
 
 
 WORLD, PAIR, OTHERS = "0" * 16, "1" * 16, "2" * 16

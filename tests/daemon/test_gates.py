@@ -14,6 +14,7 @@ from snapshotd.api.errors import Busy, Denied, NcclFailed, RankGone, Refused, Un
 from snapshotd.inprocess import ncclctl
 from snapshotd.moves.nccl import communicators
 from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.proc import host
 from snapshotd.proc.tree import Process
 from tests.daemon.gate_doubles import ALICE, BOB, MOVE, PAIR, WORLD, Cluster, Shims
 
@@ -381,17 +382,54 @@ async def test_undo_retries_at_once_and_can_be_repeated(cluster: Cluster) -> Non
     assert moving.failure == ""
 
 
-async def test_undo_gives_up_after_its_time_limit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_undo_tries_for_as_long_as_it_takes_behind_closed_gates(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member cannot be reached for an hour. No gate opens in front of a missing communicator."""
     await cluster.close_all()
     moving = cluster.begin()
     source = cluster.nodes["a"].communicators
     await source.detach(moving)
     cluster.nodes["b"].reachable = False
-    with pytest.raises(Unreachable):
-        await source.put_back(moving)
-    monkeypatch.setattr(communicators, "UNDO_S", 0.0)
+    now_s = host.boottime_s()
+    for minute in range(0, 60, 10):
+        monkeypatch.setattr(host, "boottime_s", lambda minute=minute: now_s + 60.0 * minute)
+        with pytest.raises(Unreachable, match="not built again yet, and the gates stay closed"):
+            await source.put_back(moving)
+    gate = cluster.nodes["b"].gates.moves[MOVE]
+    async with gate.lock:
+        await cluster.nodes["b"].gates._settle_once(gate)  # the source is silent for an hour
+    assert "communicators are down here" in gate.waiting_for
+    assert (moving.failure, cluster.shims.of("open")) == ("", [])
+    cluster.nodes["b"].reachable = True
     await source.put_back(moving)
-    assert "could not be built again" in moving.failure
+    assert cluster.shims.states() == {"live"}
+
+
+async def test_gate_that_is_told_too_early_does_not_open(cluster: Cluster) -> None:
+    """Whatever a daemon believes, the process itself refuses, and the next attempt succeeds."""
+    await cluster.close_all()
+    moving = cluster.begin()
+    source, gates = cluster.nodes["a"].communicators, cluster.nodes["b"].gates
+    await source.detach(moving)
+    with pytest.raises(NcclFailed):
+        await gates.open(MOVE, cluster.token("COMMIT"), "operator")
+    assert cluster.shims.closed >= {cluster.process[1], cluster.process[2]}
+    for comms in cluster.shims.comms.values():
+        for member in comms.values():
+            member[2] = "live"
+    assert (await gates.open(MOVE, cluster.token("COMMIT"), "operator")).opened
+
+
+async def test_limit_grows_with_members_and_communicators(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    cluster.nodes["a"].config.nccl_timeout_s = 100
+    cluster.nodes["a"].config.nccl_member_timeout_ms = 2000
+    await source.detach(moving)
+    await source.attach(moving, "a")
+    assert cluster.shims.limits_s == [100 + 2.0 * (3 + 2)] * 3
 
 
 async def test_undo_does_not_wait_for_a_member_that_has_ended(cluster: Cluster) -> None:
@@ -402,6 +440,10 @@ async def test_undo_does_not_wait_for_a_member_that_has_ended(cluster: Cluster) 
     end(cluster.process[2])
     await source.put_back(moving)
     assert "has ended" in moving.failure
+    moving.log.decide(Outcome.ABORT, "a test", "source")
+    await source.open_all(moving)
+    assert cluster.shims.closed == {cluster.process[2]}  # the others opened, and get NCCL's errors
+    assert {more for _, more in cluster.shims.of("open")} == {"abandon"}
 
 
 async def test_node_that_missed_the_undo_asks_and_opens_its_gates(cluster: Cluster) -> None:

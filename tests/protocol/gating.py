@@ -14,7 +14,7 @@ from tests.protocol.network import Broken, Copy
 from tests.protocol.peering import Peering
 from tests.protocol.world import LEASE_S, Answer, Lost, Record, Refused
 
-UNDO_S, SILENT_S, LOST_S = 120.0, 240.0, 900.0
+SILENT_S, LOST_S = 240.0, 900.0
 
 
 def gate_of(move: str) -> str:
@@ -138,17 +138,11 @@ class Gating(Peering):
         """Restores the communicator after ABORT, when the rank runs here again with its gate closed."""
         if not record.detached_on or not record.copy_exists:
             return
-        if record.undoing_since_s < 0:
-            record.undoing_since_s = self.now_s
         try:
             self.take_down(node, move, record)
             self.build(node, move, record, node)
         except Refused:
             self.given_up = True  # a member has ended, or has opened its gate: the job gets NCCL's own errors
-        except Lost:
-            if self.now_s - record.undoing_since_s <= UNDO_S:
-                raise
-            self.given_up = True
 
     def open_all(self, node: str, move: str, record: Record) -> None:
         if record.holds is None or (node, gate_of(move)) not in self.journal:
@@ -178,8 +172,6 @@ class Gating(Peering):
                     outcome = Outcome.COMMIT if decision is GateDecision.LEARN_COMMIT else Outcome.ABORT
                     self.event(node, f"learn {outcome}")
                     record.outcome = outcome
-                    # The communicator will not be restored: the job gets NCCL's own errors.
-                    self.given_up = self.given_up or facts.source_silent
                 case GateDecision.OPEN:
                     self.event(node, "open the gates")
                     left = record.outcome is Outcome.COMMIT and node == record.peer
@@ -210,4 +202,5 @@ class Gating(Peering):
             with suppress(Lost):
                 target = self.call(node, record.target, "GetCopy", move).copy
         silent, lost = silent_s > SILENT_S, silent_s > LOST_S
-        return GateFacts(record.mark, None, outcome, undone, unknowing, silent, target, lost)
+        down = record.copy is not None and record.copy.alive and record.copy.comm == 0
+        return GateFacts(record.mark, None, outcome, undone, unknowing, silent, target, lost, down)

@@ -7,7 +7,7 @@ import pytest
 from snapshotd.moves.rules import GateDecision, GateFacts, Mark, Outcome, gate_next
 from tests.protocol import gating
 from tests.protocol.faults import Scene, labels
-from tests.protocol.gating import LOST_S, SILENT_S, UNDO_S, gate_of
+from tests.protocol.gating import LOST_S, SILENT_S, gate_of
 from tests.protocol.mover import leftovers, running
 from tests.protocol.network import AWAY, HOME, PEER, Broken
 from tests.protocol.world import LEASE_S
@@ -86,23 +86,26 @@ def test_gate_that_opens_for_a_revocable_commit_is_detected(monkeypatch: pytest.
         scene.play_on()
 
 
-def test_gates_open_if_the_communicator_cannot_be_restored_in_time() -> None:
-    """The source cannot reach a peer for longer than an undo may take. The gates it reaches open, and NCCL reports errors."""
+def test_gates_stay_closed_until_the_communicator_is_restored() -> None:
+    """The source cannot reach a peer for longer than anything waits. No gate opens, and then the communicator is whole."""
     scene = Scene({WALKED.index("driver: Freeze asked"): "source and peer cut off"}, ticking=False)
     scene.move.run()
     before = scene.model.now_s
-    scene.model.settle(int(UNDO_S / LEASE_S) + 2)
-    assert scene.model.now_s - before > UNDO_S
-    assert scene.model.given_up
-    assert not any(copy.gated for copy in running(scene.model))
+    scene.model.settle(int(2 * LOST_S / LEASE_S))
+    assert scene.model.now_s - before > LOST_S
+    assert all(copy.gated for copy in scene.model.members())
     scene.model.cuts.clear()
     scene.model.settle()
     assert leftovers(scene.model) == []
+    assert scene.model.whole()
+    assert not scene.model.given_up
 
 
 @pytest.mark.parametrize(("gone", "patience_s"), [((HOME,), SILENT_S), ((HOME, AWAY), LOST_S)])
-def test_gate_opens_if_source_and_target_never_come_back(gone: tuple[str, ...], patience_s: float) -> None:
-    """The source dies while the target receives, or both die. The peer's process continues, and NCCL reports errors."""
+def test_gate_in_front_of_a_missing_communicator_stays_closed_until_its_process_ends(
+    gone: tuple[str, ...], patience_s: float
+) -> None:
+    """The source dies while the target receives, or both die. Nobody can restore the communicator."""
     scene = Scene({WALKED.index("driver: Stream asked"): "source daemon dies"}, ticking=False)
     scene.model.dead_for_ever |= set(gone)
     scene.move.run()
@@ -111,6 +114,20 @@ def test_gate_opens_if_source_and_target_never_come_back(gone: tuple[str, ...], 
     scene.model.settle()
     assert scene.model.programs[PEER].gated
     scene.model.settle(int(patience_s / LEASE_S) + 2)
+    assert scene.model.programs[PEER].gated
+    assert scene.model.journal[PEER, gate_of("m-1")].outcome is None
+    scene.model.programs[PEER].alive = False
+    scene.model.settle()
+    assert scene.model.journal[PEER, gate_of("m-1")].outcome is Outcome.ABORT
+
+
+def test_gate_opens_if_source_and_target_never_come_back_and_nothing_was_taken_down() -> None:
+    scene = Scene({WALKED.index("driver: Detach asked"): "source daemon dies"}, ticking=False)
+    scene.model.dead_for_ever |= {HOME, AWAY}
+    scene.move.run()
+    for node in (HOME, AWAY):
+        scene.model.kill(node)
+    scene.model.settle(int(LOST_S / LEASE_S) + 2)
     assert not scene.model.programs[PEER].gated
     assert scene.model.journal[PEER, gate_of("m-1")].outcome is Outcome.ABORT
 

@@ -52,7 +52,6 @@ class Record:
     rewires: tuple[str, ...] = ()  # the peers whose connections are, or may be, filtered here
     target: str = ""  # peer, gate: the target of the move; `peer` is then the source
     detached_on: tuple[str, ...] = ()  # source: peers whose members of the communicator are, or may be, taken down
-    undoing_since_s: float = -1.0
     lease_until_s: float = 0.0
     marked_in_life: int = 0
     ended: bool = False  # carried out and closed; the daemon ignores it from now on

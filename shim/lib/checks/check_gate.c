@@ -1,4 +1,5 @@
 /* Checks that a command which comes late, because its thread had no time, does not undo a later one. */
+#include <errno.h>
 #include <stdlib.h>
 
 #include "checks/expect.h"
@@ -11,13 +12,15 @@ static bool is_open(void)
 
 int main(void)
 {
+	uint64_t missing;
+
 	EXPECT(gate_close(1) && !is_open());
-	EXPECT(gate_open(3) && is_open());
+	EXPECT(gate_open(3, false, &missing) == 0 && is_open());
 	EXPECT(!gate_close(2) && is_open());
 	EXPECT(!gate_set_targets(2, calloc(1, sizeof(struct gate_target)), 1, NULL, 0));
 	EXPECT(gate_close(4) && !is_open());
-	EXPECT(!gate_open(3) && !is_open());
+	EXPECT(gate_open(3, false, &missing) == ECANCELED && !is_open());
 	EXPECT(gate_set_targets(5, calloc(1, sizeof(struct gate_target)), 1, NULL, 0));
-	EXPECT(gate_open(6) && is_open());
+	EXPECT(gate_open(6, false, &missing) == 0 && is_open());
 	return 0;
 }

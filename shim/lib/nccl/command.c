@@ -75,6 +75,21 @@ static int set_targets(struct nccl_job *job)
 	return gate_set_targets(job->number, targets, count, permissions, allowed) ? 0 : fail_late(job);
 }
 
+static int open_gate(struct nccl_job *job)
+{
+	bool abandon = strcmp(job->request, "abandon") == 0;
+	uint64_t missing = 0;
+	int status;
+
+	if (!abandon && *job->request)
+		return job_fails(job, EINVAL, "not \"abandon\": %.60s", job->request);
+	status = gate_open(job->number, abandon, &missing);
+	if (status == EBUSY)
+		return job_fails(job, EBUSY, "communicator %016lx is not attached: the gate stays closed",
+				 (unsigned long)missing);
+	return status ? fail_late(job) : 0;
+}
+
 static int new_id(struct nccl_job *job)
 {
 	struct nccl_instance *instance = real_instance();
@@ -154,7 +169,7 @@ static int act(struct nccl_job *job)
 	case SNAPSHIM_NCCL_OPEN:
 		if (renew(job))
 			return job->status;
-		return gate_open(job->number) ? 0 : fail_late(job);
+		return open_gate(job);
 	case SNAPSHIM_NCCL_DETACH:
 		return detach(job);
 	case SNAPSHIM_NCCL_NEW_ID:

@@ -15,7 +15,7 @@ enum nccl_state {
 	DETACHING, /* the shim's worker has it */
 	DETACHED,  /* nothing real is left; can be attached again */
 	ATTACHING, /* the shim's worker has it */
-	LOST,    /* detached when the gate opened: every operation answers an error */
+	LOST,    /* abandoned when the gate opened: every operation answers an error */
 	ENDING,    /* inside the application's destroy or abort */
 };
 

@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #include "gate.h"
 
+#include <errno.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -266,26 +267,40 @@ uint64_t gate_passed(void)
 	return atomic_load(&passed);
 }
 
-bool gate_open(uint64_t command)
+/* Under the lock: whether a communicator is down, or on its way down or up. */
+static bool is_missing(const struct nccl_comm *comm)
+{
+	int state = atomic_load(&comm->state);
+
+	return state == DETACHED || state == DETACHING || state == ATTACHING;
+}
+
+int gate_open(uint64_t command, bool abandon, uint64_t *missing)
 {
 	struct nccl_comm *comm;
 	uint64_t before;
+	int status = 0;
 
 	nccl_lock(&before);
-	if (!is_latest(command)) {
-		nccl_unlock(&before);
-		return false;
-	}
-	for (size_t i = 0; (comm = comm_at(i)); i++) {
-		int detached = DETACHED;
+	if (!is_latest(command))
+		status = ECANCELED;
+	for (size_t i = 0; !status && !abandon && (comm = comm_at(i)); i++)
+		if (is_missing(comm)) {
+			*missing = comm->id;
+			status = EBUSY;
+		}
+	if (!status) {
+		for (size_t i = 0; (comm = comm_at(i)); i++) {
+			int detached = DETACHED;
 
-		atomic_compare_exchange_strong(&comm->state, &detached, LOST);
+			atomic_compare_exchange_strong(&comm->state, &detached, LOST);
+		}
+		replace_targets(NULL, 0, NULL, 0);
+		atomic_store(&gate_word, GATE_OPEN);
+		held_look_again();
 	}
-	replace_targets(NULL, 0, NULL, 0);
-	atomic_store(&gate_word, GATE_OPEN);
-	held_look_again();
 	nccl_unlock(&before);
-	return true;
+	return status;
 }
 
 bool gate_is_drained(char *reason, size_t room)

@@ -36,14 +36,16 @@ void gate_channels(const struct nccl_call *call,
 		   void *context);
 
 /* Commands are numbered. Each runs on its own thread, so one that was given up may come after the next one, which it must not
- * undo: then these three do nothing, and return false. */
+ * undo: then these three do nothing, and return false (gate_open: ECANCELED). */
 /* Later launches wait at the gate. When this returns, every earlier launch is counted. */
 bool gate_close(uint64_t command);
 /* Sets the count that each channel may reach; a channel without a target is never below it. Replaces all earlier targets and
  * permissions, and takes ownership of both arrays. */
 bool gate_set_targets(uint64_t command, struct gate_target *targets, size_t targets_count,
 		      struct gate_permission *permissions, size_t permissions_count);
-bool gate_open(uint64_t command);
+/* 0 or an errno. EBUSY: a communicator, whose id is in *missing, is not attached, and the gate stays closed. `abandon`: it
+ * never will be, because a member has ended. The gate opens, and operations on it return errors. */
+int gate_open(uint64_t command, bool abandon, uint64_t *missing);
 /* How many groups have passed the closed gate. */
 uint64_t gate_passed(void);
 /* Whether no thread is inside the real library; `reason` names one that is. */

@@ -20,7 +20,7 @@ from snapshotd.keepers.listing import ranks_of
 from snapshotd.moves import rules
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, leftovers
-from snapshotd.moves.nccl.members import ATTACH_S, CLOSE_DEVICES_S, DETACH_S, NEW_ID_S, Members, cause
+from snapshotd.moves.nccl.members import CLOSE_DEVICES_S, NEW_ID_S, Members, cause
 from snapshotd.moves.nccl.membership import Membership, membership_of, untried
 from snapshotd.moves.node import Node
 from snapshotd.moves.rules import Mark
@@ -39,8 +39,6 @@ REPORT_S, LIST_S, OPEN_S, GIVE_UP_S = 15.0, 10.0, 5.0, 5.0
 TELL_AGAIN_S = 0.5
 #: The held copy is continued and loads a fresh copy of NCCL.
 READY_S = 60.0
-#: How long an undo tries to build the communicators again before it lets the job continue without them.
-UNDO_S = 120.0
 
 
 class Communicators:
@@ -103,27 +101,27 @@ class Communicators:
     async def put_back(self, moving: Moving) -> None:
         """ABORT stands and the rank runs here again, behind its gate: builds its communicators again on all members.
 
-        After an error it can be called again. After UNDO_S, or when a member has ended, the job continues without them: it
-        gets NCCL's errors, which is better than waiting for ever.
+        After an error it is called again, for as long as it takes: meanwhile the gates stay closed. Only when a member has
+        ended, so that they can never be complete, the job continues without them and gets NCCL's errors.
         """
         membership = moving.log.record.communicators
         if membership is None:
             return
-        moving.undoing_since_s = moving.undoing_since_s or host.boottime_s()
         for again in (True, False):  # a short failure is retried once before it is reported
             try:
                 # Those that were built with the target's copy already are taken down first; the others are down.
                 await self._detach_all(moving, membership)
                 await self.attach(moving, self.node.config.node)
                 return
+            except RankGone as error:
+                moving.failure = f"its communicators can never be built again: {error.message}"
+                log.error("rank %s: %s; the job continues without them", moving.log.begin.rank, moving.failure)
+                await in_thread(moving.log.mark, moving.log.last_mark, abandoned=True)
+                return
             except SnapshotError as error:
-                tried_s = host.boottime_s() - moving.undoing_since_s
-                if isinstance(error, RankGone) or tried_s > UNDO_S:
-                    moving.failure = f"its communicators could not be built again: {error.message}"
-                    log.error("rank %s: %s; the job continues without them", moving.log.begin.rank, moving.failure)
-                    return
                 if not again:
-                    raise
+                    kept = f"its communicators are not built again yet, and the gates stay closed: {error.message}"
+                    raise type(error)(kept, remedy=error.advice, where=error.where) from error
                 log.warning("building the communicators again: %s", error.message)
 
     async def open_all(self, moving: Moving) -> None:
@@ -132,12 +130,13 @@ class Communicators:
         if outcome is None or not self.members.gates.closed_for(moving.log.move):
             return
         token = rules.proof(moving.log.nonce, outcome.outcome.value, moving.log.move)
-        request = pb.TokenRequest(move=moving.log.move, token=token)
+        abandoned = moving.log.known.abandoned
+        request = pb.TokenRequest(move=moving.log.move, token=token, abandoned=abandoned)
         here = self.node.config.node
 
         async def tell(name: str) -> None:
             if name == here:
-                await self.members.gates.open(request.move, request.token, here)
+                await self.members.gates.open(request.move, request.token, here, abandoned=abandoned)
                 return
             async with self._client(moving, name) as client:
                 await client.gate.Open(request, timeout_s=OPEN_S)
@@ -188,14 +187,16 @@ class Communicators:
         return membership
 
     async def _detach_all(self, moving: Moving, membership: Membership) -> None:
+        limit_s = self.limit_s(membership)
+
         async def detach(name: str) -> None:
             comms, uids = _on(membership, name)
-            request = pb.DetachRequest(move=moving.log.move, comms=comms, rank_uids=uids)
+            request = pb.DetachRequest(move=moving.log.move, comms=comms, rank_uids=uids, timeout_s=limit_s)
             if name == self.node.config.node:
                 await self.members.detach(request, name)
                 return
             async with self._client(moving, name) as client:
-                await client.gate.Detach(request, timeout_s=DETACH_S + GRACE_S)
+                await client.gate.Detach(request, timeout_s=limit_s + GRACE_S)
 
         await self._on_all(_nodes(membership), detach)
 
@@ -221,14 +222,15 @@ class Communicators:
         gpus: Mapping[str, frozenset[str]],
     ) -> None:
         comms, uids = _on(membership, name)
-        request = pb.AttachRequest(move=moving.log.move, rank_uids=uids)
+        limit_s = self.limit_s(membership)
+        request = pb.AttachRequest(move=moving.log.move, rank_uids=uids, timeout_s=limit_s)
         for comm in comms:
             request.comms.add(comm=comm, unique_id=ids[comm], untried=untried(membership[comm], gpus))
         if name == self.node.config.node:
             await self.members.attach(request, name)
             return
         async with self._client(moving, name) as client:
-            await client.gate.Attach(request, timeout_s=ATTACH_S + 2 * GRACE_S)
+            await client.gate.Attach(request, timeout_s=limit_s + 2 * GRACE_S)
 
     async def _gpus(self, moving: Moving, names: Iterable[str]) -> dict[str, frozenset[str]]:
         """The GPUs of every rank on these nodes, by its uid."""
@@ -289,6 +291,11 @@ class Communicators:
         if isinstance(error, SnapshotError):
             raise type(error)(f"on {name}: {error.message}", remedy=error.advice, where=error.where) from error
         raise error
+
+    def limit_s(self, membership: Membership) -> float:
+        """How long these communicators may take to be taken down, or to be built again."""
+        members = sum(map(len, membership.values()))
+        return self.node.config.nccl_timeout_s + members * self.node.config.nccl_member_timeout_ms / 1000
 
     def _client(self, moving: Moving, name: str) -> DaemonClient:
         begin = moving.log.begin

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, Denied, NotFound, RankGone, SnapshotError, Usage, Where
+from snapshotd.api.errors import Busy, Denied, NcclFailed, NotFound, RankGone, SnapshotError, Usage, Where
 from snapshotd.inprocess import ncclctl
 from snapshotd.keepers.ranks import RankEntry, check_rank_uid
 from snapshotd.moves import rules
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 2.0
 DRIVER_FIRST_S = 3.0
-#: An undo gives up earlier (snapshotd/moves/nccl/communicators.py): a source that is silent for this long has given up.
+#: A source that is silent for this long takes no communicator down any more. Gates open, unless one is down.
 SILENT_S = 240.0
-#: A node that reaches neither source nor target for this long opens its gates: the ranks then get NCCL's errors.
+#: The same for a node that reaches neither source nor target.
 LOST_S = 900.0
 
 
@@ -111,9 +111,10 @@ class GateSteps(Steps):
             return await gate_processes.report(found)
 
     @step
-    async def open(self, move: str, token: bytes, caller: str) -> pb.OpenReply:
+    async def open(self, move: str, token: bytes, caller: str, *, abandoned: bool = False) -> pb.OpenReply:
         """With the source's token: COMMIT opens. ABORT opens when it comes from the source itself, which has built its
-        communicators again before; from another caller it only makes this node ask the source."""
+        communicators again before; from another caller it only makes this node ask the source. Abandoned: a member has
+        ended, so they can never be built again."""
         if self.journal.find(check_move_id(move)) is None:
             return pb.OpenReply(opened=True)
         moving = self.moving(move)
@@ -122,7 +123,7 @@ class GateSteps(Steps):
             raise Denied(f"that is not the source's token for move {move}")
         async with moving.lock:
             if outcome is Outcome.COMMIT or caller == moving.log.begin.source_node:
-                await in_thread(moving.log.decide, outcome, "the source's token", "source")
+                await self._learn(moving, outcome, "the source's token", "source", abandoned=abandoned)
             await self._settle_once(moving)
         opened = moving.log.last_mark is Mark.SETTLED
         return pb.OpenReply(opened=opened, waiting_for="" if opened else moving.waiting_for)
@@ -154,11 +155,13 @@ class GateSteps(Steps):
                     asked, facts = True, await self._ask(moving)
                     continue
                 case GateDecision.LEARN_COMMIT:
-                    await in_thread(move_log.decide, Outcome.COMMIT, moving.waiting_for, "target")
+                    reason, abandoned = moving.waiting_for, facts.abandoned
+                    await self._learn(moving, Outcome.COMMIT, reason, "target", abandoned=abandoned)
                 case GateDecision.LEARN_ABORT:
-                    await in_thread(move_log.decide, Outcome.ABORT, moving.waiting_for, "source")
+                    reason, abandoned = moving.waiting_for, facts.abandoned
+                    await self._learn(moving, Outcome.ABORT, reason, "source", abandoned=abandoned)
                 case GateDecision.OPEN:
-                    await self._open(move_log)
+                    await self._open(moving)
                 case GateDecision.CLOSE:
                     moving.waiting_for = ""
                     moving.wake()
@@ -166,15 +169,30 @@ class GateSteps(Steps):
             outcome = move_log.outcome
             facts = GateFacts(move_log.last_mark, outcome.outcome if outcome else None)
 
-    async def _open(self, move_log: MoveLog) -> None:
-        """Opens the gates here, except that of a rank that has moved: its target opens it; the copy here never runs again."""
+    async def _learn(self, moving: Moving, outcome: Outcome, reason: str, by: str, *, abandoned: bool) -> None:
+        if abandoned and not moving.log.record.abandoned:
+            await in_thread(moving.log.mark, moving.log.last_mark, abandoned=True)
+        await in_thread(moving.log.decide, outcome, reason, by)
+
+    async def _open(self, moving: Moving) -> None:
+        """Opens the gates here, except that of a rank that has moved: its target opens it; the copy here never runs again.
+
+        A process refuses while one of its communicators is not attached. Then the gates stay closed, and source and target
+        are asked whether it is abandoned.
+        """
         await reach(Point.BEFORE_OPEN)
-        outcome = move_log.outcome
+        move_log = moving.log
+        outcome, abandon = move_log.outcome, move_log.record.abandoned
         left = outcome is not None and outcome.outcome is Outcome.COMMIT
         found = await in_thread(gate_processes.alive, move_log)
         here = [each.process for each in found if not left or each.rank_uid != move_log.begin.rank_uid]
         if move_log.begin.boot_id == host.boot_id():
-            await all_at_once(ncclctl.open_gate, here)
+            try:
+                await all_at_once(lambda process: ncclctl.open_gate(process, abandon=abandon), here)
+            except NcclFailed:
+                if not abandon and (await self._ask(moving)).abandoned:
+                    await in_thread(move_log.mark, move_log.last_mark, abandoned=True)
+                raise
         await in_thread(move_log.mark, Mark.SETTLED)
         log.info("opened the gates of %d processes of job %s", len(here), move_log.begin.job)
 
@@ -182,7 +200,7 @@ class GateSteps(Steps):
         """The source's outcome, and whether the target runs the rank. No answer counts as undecided."""
         begin, request = moving.log.begin, pb.MoveRequest(move=moving.log.move)
         outcome: Outcome | None = None
-        undone = unknowing = False
+        undone = unknowing = abandoned = False
         silent_s = 0.0
         try:
             async with self.node.client(begin.source_node, begin.source_endpoint) as source:
@@ -190,10 +208,10 @@ class GateSteps(Steps):
             moving.answered_s = host.boottime_s()
             if answer.kind == pb.UNDECIDED:
                 return GateFacts(moving.log.last_mark, None)
-            outcome = Outcome(pb.OutcomeKind.Name(answer.kind))
+            outcome, abandoned = Outcome(pb.OutcomeKind.Name(answer.kind)), answer.abandoned
             undone = outcome is Outcome.ABORT and answer.settled
             if outcome is Outcome.COMMIT and answer.where == Where.TARGET_RUNNING.value:
-                return GateFacts(moving.log.last_mark, None, outcome, target=CopyState.RUNNING)
+                return GateFacts(moving.log.last_mark, None, outcome, target=CopyState.RUNNING, abandoned=abandoned)
         except NotFound:
             unknowing = True
         except SnapshotError:
@@ -202,11 +220,24 @@ class GateSteps(Steps):
         if outcome is not Outcome.ABORT:
             try:
                 async with self.node.client(begin.target_node, begin.target_endpoint) as client:
-                    target = CopyState[pb.Copy.State.Name((await client.target.GetCopy(request, timeout_s=5)).state)]
+                    copy = await client.target.GetCopy(request, timeout_s=5)
+                target, abandoned = CopyState[pb.Copy.State.Name(copy.state)], abandoned or copy.abandoned
             except SnapshotError as error:
                 log.debug("move %s: the target does not answer: %s", moving.log.move, error.message)
         silent, lost = silent_s > SILENT_S, silent_s > LOST_S
-        return GateFacts(moving.log.last_mark, None, outcome, undone, unknowing, silent, target, lost)
+        down = (silent or unknowing) and await self._down(moving.log)
+        return GateFacts(moving.log.last_mark, None, outcome, undone, unknowing, silent, target, lost, down, abandoned)
+
+    async def _down(self, move_log: MoveLog) -> bool:
+        """Whether a process here has a communicator that is not attached, or does not say."""
+        if move_log.begin.boot_id != host.boot_id():
+            return False
+        try:
+            report = await gate_processes.report(await in_thread(gate_processes.alive, move_log))
+        except SnapshotError as error:
+            log.info("move %s: a process does not say which communicators are down: %s", move_log.move, error.message)
+            return True
+        return any(comm.state in ncclctl.DOWN for process in report.processes for comm in process.communicators)
 
     # ------------------------------------------------------------------ small questions
 

@@ -58,7 +58,7 @@ async def still(move_log: MoveLog) -> None:
         await in_thread(Cgroup(Path(move_log.record.cgroup)).freeze, STOP_S)
 
 
-async def open_gates(members: Iterable[NcclProcess]) -> None:
-    """COMMIT stands and the copy runs: lets it use its communicators."""
+async def open_gates(members: Iterable[NcclProcess], *, abandon: bool) -> None:
+    """COMMIT stands and the copy runs: lets it use its communicators. Abandon: they can never be built again."""
     alive = [process for process in processes(members) if process.alive()]
-    await all_at_once(ncclctl.open_gate, alive)
+    await all_at_once(lambda process: ncclctl.open_gate(process, abandon=abandon), alive)

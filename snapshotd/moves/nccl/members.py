@@ -28,10 +28,11 @@ from snapshotd.runtime.faults import Point, reach
 
 log = logging.getLogger(__name__)
 
-#: NCCL has no deadlines. These apply to all processes of a node together.
+#: NCCL has no deadlines. These apply to all processes of a node together. The source sets others for Detach and Attach.
 DETACH_S, NEW_ID_S, ATTACH_S = 30.0, 10.0, 60.0
 #: NCCL's event threads end within milliseconds.
 CLOSE_DEVICES_S = 10.0
+LIMIT_MAX_S = 3 * 3600.0
 
 
 class Members:
@@ -62,11 +63,11 @@ class Members:
         moving = self.gates.moving(request.move)
         _only_the_source(moving.log, caller)
         comms = [ncclctl.check_comm(comm) for comm in request.comms]
-        began = host.boottime_s()
+        began, limit_s = host.boottime_s(), _limit_s(request.timeout_s, DETACH_S)
         async with moving.lock:
             self.gates.must_be_open(moving)
             found = await in_thread(gate_processes.members, moving.log, request.rank_uids)
-            await all_at_once(lambda each: ncclctl.detach(each.process, comms, DETACH_S), found)
+            await all_at_once(lambda each: ncclctl.detach(each.process, comms, limit_s), found)
             log.info("move %s: took %d communicators down in %d processes", request.move, len(comms), len(found))
             await reach(Point.DETACHED)
         return pb.DetachReply(comms=len(comms), seconds=host.boottime_s() - began)
@@ -95,13 +96,13 @@ class Members:
         Without any communicator it only prepares the held copy, so that no member waits for one that cannot take part.
         """
         lines = [ncclctl.attach_line(each.comm, each.unique_id, untried=each.untried) for each in request.comms]
-        began = host.boottime_s()
+        began, limit_s = host.boottime_s(), _limit_s(request.timeout_s, ATTACH_S)
         copy = self._copy_of(request.move, request.rank_uids)
         staying = set(request.rank_uids) - ({copy.log.begin.rank_uid} if copy else set())
         given_up = threading.Event()
-        work = [self._attach_copy(copy, lines, caller, given_up)] if copy is not None else []
+        work = [self._attach_copy(copy, lines, limit_s, caller, given_up)] if copy is not None else []
         if staying:
-            work.append(self._attach_here(self.gates.moving(request.move), staying, lines, caller, given_up))
+            work.append(self._attach_here(self.gates.moving(request.move), staying, lines, limit_s, caller, given_up))
         self._building[request.move].add(given_up)
         try:
             await _all_or_none(work, given_up)
@@ -125,7 +126,9 @@ class Members:
             log.info("move %s: giving up building communicators: a member on another node has failed", move)
         return pb.GiveUpReply(building=bool(building))
 
-    async def _attach_copy(self, copy: Moving, lines: list[str], caller: str, given_up: threading.Event) -> None:
+    async def _attach_copy(
+        self, copy: Moving, lines: list[str], limit_s: float, caller: str, given_up: threading.Event
+    ) -> None:
         _only_the_source(copy.log, caller)
         async with copy.lock:
             self._may_wake(copy)
@@ -134,21 +137,27 @@ class Members:
                 if not lines:
                     return
                 await reach(Point.ATTACHING)
-                await _build(processes, lines, given_up)
+                await _build(processes, lines, limit_s, given_up)
             except BaseException:
                 await held_copy.still(copy.log)
                 raise
             # It goes on until it is activated or dropped: what another member still waits for may not have been sent yet.
 
     async def _attach_here(
-        self, moving: Moving, rank_uids: Collection[str], lines: list[str], caller: str, given_up: threading.Event
+        self,
+        moving: Moving,
+        rank_uids: Collection[str],
+        lines: list[str],
+        limit_s: float,
+        caller: str,
+        given_up: threading.Event,
     ) -> None:
         _only_the_source(moving.log, caller)
         async with moving.lock:
             self.gates.must_be_open(moving)
             found = await in_thread(gate_processes.members, moving.log, rank_uids)
             await reach(Point.ATTACHING)
-            await _build([each.process for each in found], lines, given_up)
+            await _build([each.process for each in found], lines, limit_s, given_up)
 
     def _copy_of(self, move: str, rank_uids: Iterable[str]) -> Moving | None:
         copy = self._held_copy(check_move_id(move))
@@ -159,11 +168,11 @@ class Members:
             raise WrongState(f"the copy of move {copy.log.move} is not held here any more", where=Where.UNKNOWN)
 
 
-async def _build(processes: Sequence[Process], lines: Sequence[str], given_up: threading.Event) -> None:
+async def _build(processes: Sequence[Process], lines: Sequence[str], limit_s: float, given_up: threading.Event) -> None:
     """Builds in all processes or in none: the first that fails makes the others give up."""
     if given_up.is_set():
         raise ncclctl.gave_up("this node")
-    running = [all_at_once(lambda each: ncclctl.attach(each, lines, ATTACH_S, given_up), [each]) for each in processes]
+    running = [all_at_once(lambda each: ncclctl.attach(each, lines, limit_s, given_up), [each]) for each in processes]
     await _all_or_none(running, given_up)
 
 
@@ -188,6 +197,11 @@ def cause(failures: Iterable[BaseException]) -> BaseException:
     ended takes precedence over all others, because a retry cannot succeed."""
     found = list(failures)
     return next((error for error in found if isinstance(error, RankGone)), found[0])
+
+
+def _limit_s(asked_s: float, older_s: float) -> float:
+    """The limit that the source asks for; an older one asks for none."""
+    return min(asked_s, LIMIT_MAX_S) if asked_s > 0 else older_s
 
 
 def _new_id(processes: Sequence[Process], inner_pid: int) -> str:

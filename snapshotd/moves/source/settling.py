@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
-from snapshotd.api.errors import NotFound, SnapshotError, Where
+from snapshotd.api.errors import NotFound, RankGone, SnapshotError, Where
 from snapshotd.moves import rules
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.journal import MoveLog
@@ -115,7 +115,8 @@ class SourceSettling(Steps):
                 case SourceDecision.HAND_TOKEN:
                     token = rules.proof(move_log.nonce, "COMMIT", move_log.move)
                     async with self._target(move_log) as client:
-                        await client.target.Activate(pb.TokenRequest(move=move_log.move, token=token), timeout_s=30)
+                        request = pb.TokenRequest(move=move_log.move, token=token, abandoned=move_log.record.abandoned)
+                        await client.target.Activate(request, timeout_s=30)
                 case SourceDecision.RELEASE:
                     await self.departure.release(moving)
                 case SourceDecision.TAKE_BACK:
@@ -129,13 +130,16 @@ class SourceSettling(Steps):
 
     async def _attach_late(self, moving: Moving) -> None:
         """The copy here is lost, and COMMIT is about to be recorded without the driver: builds the communicators with the
-        target's copy first, because the target may let the rank run as soon as COMMIT is recorded. Best effort."""
+        target's copy first, because the target may let the rank run as soon as COMMIT is recorded. Until they are built
+        nothing is recorded, unless a member has ended."""
         if communicators.down(moving):
+            gone = False
             try:
                 await self.communicators.attach(moving, moving.log.begin.target_node)
-            except SnapshotError as error:
+            except RankGone as error:
+                gone = True
                 log.error("the rank continues without its communicators: %s", error.message)
-            await in_thread(moving.log.mark, Mark.STREAMED, attached=True)
+            await in_thread(moving.log.mark, Mark.STREAMED, attached=True, abandoned=gone)
 
     async def _gather(self, moving: Moving) -> SourceFacts:
         move_log = moving.log
@@ -215,4 +219,5 @@ class SourceSettling(Steps):
             token=rules.proof(move_log.nonce, decided.outcome.value, move_log.move),
             where=where.value,
             settled=move_log.last_mark is Mark.SETTLED,
+            abandoned=move_log.known.abandoned,
         )

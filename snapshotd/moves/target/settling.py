@@ -142,7 +142,7 @@ class TargetSettling(Steps):
         never_begun = outcome is Outcome.ABORT and moving.log.last_mark not in {Mark.HELD, Mark.ACTIVATED}
         if not never_begun and not rules.proves(answer.token, moving.log.nonce, outcome.value, begin.move):
             raise Damaged(f"the source's token for {outcome} is wrong", where=Where.TARGET_HELD)
-        await self.learn(moving, outcome, answer.reason, "source")
+        await self.learn(moving, outcome, answer.reason, "source", abandoned=answer.abandoned)
         return True
 
     def _never_began(self, moving: Moving) -> bool:
@@ -150,7 +150,9 @@ class TargetSettling(Steps):
         arriving = self.bulk_receivers.is_busy(moving.log.move)
         return moving.log.last_mark is Mark.PREPARED and not arriving and silent_s >= NEVER_BEGAN_S
 
-    async def learn(self, moving: Moving, outcome: Outcome, reason: str, by: str) -> None:
+    async def learn(self, moving: Moving, outcome: Outcome, reason: str, by: str, *, abandoned: bool = False) -> None:
+        if abandoned and moving.log.outcome is None:
+            await in_thread(moving.log.mark, moving.log.last_mark, abandoned=True)
         standing = await in_thread(moving.log.decide, outcome, reason, by)
         if standing.outcome is not outcome:
             raise WrongState(

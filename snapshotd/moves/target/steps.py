@@ -223,7 +223,7 @@ class TargetSteps(TargetSettling):
         await in_thread(moving.log.mark, Mark.HELD, **held)
 
     @step
-    async def activate(self, move: str, token: bytes) -> pb.ActivateReply:
+    async def activate(self, move: str, token: bytes, *, abandoned: bool = False) -> pb.ActivateReply:
         """With the source's token for COMMIT: lets the copy here run."""
         moving = self.moving(move)
         if not rules.proves(token, moving.log.nonce, "COMMIT", move):
@@ -233,7 +233,7 @@ class TargetSteps(TargetSettling):
                 where=Where.TARGET_HELD,
             )
         async with self.ending(moving, "activate"):
-            await self.learn(moving, Outcome.COMMIT, "the source's token", "source")
+            await self.learn(moving, Outcome.COMMIT, "the source's token", "source", abandoned=abandoned)
             await self.settle_once(moving)
             return pb.ActivateReply(running=moving.log.last_mark is Mark.ACTIVATED)
 
@@ -283,7 +283,7 @@ class TargetSteps(TargetSettling):
             async with moving.lock:  # not while a declaration is examined
                 state = rules.target_answer(facts_of(found))
                 moving.source_seen_s = host.boottime_s()
-        return pb.Copy(state=pb.Copy.State.Value(state.name))
+        return pb.Copy(state=pb.Copy.State.Value(state.name), abandoned=found.known.abandoned)
 
     @step
     async def declare_source_dead(self, move: str, by: str) -> pb.ActivateReply:
@@ -299,7 +299,8 @@ class TargetSteps(TargetSettling):
                 )
             held = moving.log.last_mark in {Mark.HELD, Mark.ACTIVATED}
             outcome = Outcome.COMMIT if held else Outcome.ABORT
-            await self.learn(moving, outcome, "an operator declared the source dead", by)
+            # Nobody is left to build communicators again that are down now; those that are up are not affected.
+            await self.learn(moving, outcome, "an operator declared the source dead", by, abandoned=True)
             await self.settle_once(moving)
             return pb.ActivateReply(running=moving.log.last_mark is Mark.ACTIVATED)
 

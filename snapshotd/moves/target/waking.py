@@ -34,7 +34,7 @@ async def wake(move_log: MoveLog) -> None:
     parked = standstill.parked_ones(known.cuda, held_copy.processes(known.nccl_processes))
     await standstill.let_go([process for process in parked if process.alive()])
     if known.nccl_processes and not known.gates_opened:
-        await held_copy.open_gates(known.nccl_processes)
+        await held_copy.open_gates(known.nccl_processes, abandon=known.abandoned)
         await in_thread(move_log.mark, Mark.ACTIVATED, gates_opened=True)
     if timers := known.socket_options.timers:
         task = asyncio.create_task(in_thread(socket_options.resume_there, group.pids(), timers))

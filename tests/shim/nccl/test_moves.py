@@ -210,14 +210,52 @@ def test_attach_is_cancelled(job: Job, how: str) -> None:
     job.stop()
 
 
-def test_a_communicator_that_cannot_be_rebuilt_is_an_error_to_the_job_not_a_hang(job: Job) -> None:
+def test_communicators_are_initialised_at_once(job: Job) -> None:
+    """One member has them in the opposite order: one after the other, each would wait for ever for the other member."""
+    job.start("jobs.grid", 2)
+    job.reach(1)
+    gates = job.gates()
+    gates.to_the_cut()
+    reports = gates.reports()
+    comms = gates.live(reports)
+    assert len(comms) > 1
+    gates.detach(comms)
+    lines = gates.attach_lines(reports, comms, how="untried")
+    gates.all(ATTACH, [lines, "\n".join(reversed(lines.split("\n")))])
+    assert {comm["state"] for report in gates.reports() for comm in report["comms"]} == {"live"}
+    gates.all(OPEN)
+    job.reach(max(job.steps()) + 2)
+    job.stop()
+
+
+def test_gate_does_not_open_in_front_of_a_detached_communicator(job: Job) -> None:
+    job.start("jobs.grid", 2)
+    job.reach(1)
+    gates = job.gates()
+    gates.to_the_cut()
+    reports = gates.reports()
+    comms = gates.live(reports)
+    gates.detach(comms)
+    for gate in gates.gates:
+        with pytest.raises(Refused, match="is not attached: the gate stays closed") as refused:
+            gate.ask(OPEN)
+        assert refused.value.status == errno.EBUSY
+        assert gate.report()["gate"] == "closed"
+        assert {comm["state"] for comm in gate.report()["comms"]} == {"detached"}
+    gates.attach(reports, comms)
+    gates.all(OPEN)
+    job.reach(max(job.steps()) + 2)
+    job.stop()
+
+
+def test_a_communicator_that_is_abandoned_is_an_error_to_the_job_not_a_hang(job: Job) -> None:
     job.start("jobs.grid", 2)
     job.reach(1)
     gates = job.gates()
     gates.to_the_cut()
     gates.detach(gates.live(gates.reports()))
     with contextlib.suppress(ProcessLookupError):  # the process may have ended before its answer was read
-        gates.all(OPEN)
+        gates.all(OPEN, "abandon")
     for process in job.processes:
         assert process.wait() != 0
     assert "was taken down for a move and could not be attached again" in job.output()
@@ -319,7 +357,7 @@ def test_destroy_that_hangs_is_reported_in_time_and_completes_later(job: Job, tm
     job.stop()
 
 
-def test_operations_fail_if_the_gate_opens_while_a_destroy_hangs(job: Job, tmp_path: Path) -> None:
+def test_operations_fail_if_communicators_are_abandoned_while_a_destroy_hangs(job: Job, tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     faults.touch()
     job.start("jobs.plain", 2, FAKE_NCCL_FAULT_FILE=str(faults))
@@ -331,6 +369,8 @@ def test_operations_fail_if_the_gate_opens_while_a_destroy_hangs(job: Job, tmp_p
     with pytest.raises(Refused, match="a call into NCCL did not return in time"):
         gates.gates[0].ask(DETACH, comm, timeout_s=0.5)
     assert gates.gates[0].report()["comms"][0]["state"] == "detaching"
-    gates.gates[0].send(OPEN)  # the process may end before its answer can be read
+    with pytest.raises(Refused, match="is not attached: the gate stays closed"):
+        gates.gates[0].ask(OPEN)
+    gates.gates[0].send(OPEN, "abandon")  # the process may end before its answer can be read
     assert job.processes[0].wait(timeout=60) != 0
     assert "was taken down for a move and could not be attached again" in job.output()

@@ -95,12 +95,12 @@ def test_attaching_where_the_devices_were_closed_loads_a_fresh_copy(job: Job) ->
     job.stop()
 
 
-def test_a_gate_that_opens_without_communicators_leaves_no_closed_devices_behind(job: Job) -> None:
+def test_a_gate_that_abandons_its_communicators_leaves_no_closed_devices_behind(job: Job) -> None:
     """The job would otherwise make its next communicator with devices that are closed."""
     gates = start(job, "jobs.makes_and_ends", 2)
     down(gates)
     gates.all(CLOSE_DEVICES)
-    gates.all(OPEN)
+    gates.all(OPEN, "abandon")
     assert [report["instance"] for report in gates.reports()] == [1, 1]
 
 
