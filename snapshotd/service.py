@@ -75,7 +75,7 @@ class Daemon:
         session.open_programs(config.criu)
         store = ImageStore(config.image_dir)
         carry = Carry(config.state_dir, config.carry_paths)
-        self.gpus = Gpus(config.gpu_library_dir)
+        self.gpus = Gpus(config.gpu_library_dir, config.run_dir / "gpus.json")
         reserve = Reserve(config.state_dir)
         reserve.hold()
         journal, ranks = Journal(config.state_dir, reserve), Ranks(config.state_dir, reserve)

@@ -947,6 +947,8 @@ class Gpu(_message.Message):
     PROCESSES_FIELD_NUMBER: _builtins.int
     RESERVED_FOR_FIELD_NUMBER: _builtins.int
     PERSISTENCE_FIELD_NUMBER: _builtins.int
+    BUS_ID_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     uuid: _builtins.str
     """GPU-xxxxxxxx-xxxx-…"""
     index: _builtins.int
@@ -963,6 +965,10 @@ class Gpu(_message.Message):
     """id of the move that will use it; empty: none"""
     persistence: _builtins.bool
     """whether the driver stays loaded without processes; unset: not known"""
+    bus_id: _builtins.str
+    """its place on the PCI bus: 0000:1b:00.0"""
+    lost: _builtins.bool
+    """it was there since the node booted, and does not answer any more"""
     @_builtins.property
     def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuProcess]: ...
     def __init__(
@@ -978,10 +984,12 @@ class Gpu(_message.Message):
         processes: _abc.Iterable[Global___GpuProcess] | None = ...,
         reserved_for: _builtins.str = ...,
         persistence: _builtins.bool | None = ...,
+        bus_id: _builtins.str = ...,
+        lost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_persistence", b"_persistence", "persistence", b"persistence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_persistence", b"_persistence", "compute_capability", b"compute_capability", "index", b"index", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "mig", b"mig", "name", b"name", "persistence", b"persistence", "processes", b"processes", "reserved_for", b"reserved_for", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_persistence", b"_persistence", "bus_id", b"bus_id", "compute_capability", b"compute_capability", "index", b"index", "lost", b"lost", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "mig", b"mig", "name", b"name", "persistence", b"persistence", "processes", b"processes", "reserved_for", b"reserved_for", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__persistence: _TypeAlias = _typing.Literal["persistence"]  # noqa: Y015
     _WhichOneofArgType__persistence: _TypeAlias = _typing.Literal["_persistence", b"_persistence"]  # noqa: Y015
@@ -1703,6 +1711,7 @@ class GpuFacts(_message.Message):
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
     OFFLOADED_BYTES_FIELD_NUMBER: _builtins.int
+    VISIBLE_FIELD_NUMBER: _builtins.int
     driver_version: _builtins.str
     device_bytes: _builtins.int
     """upper bound of what the driver's checkpoint puts into host memory"""
@@ -1710,6 +1719,8 @@ class GpuFacts(_message.Message):
     """number of processes of the rank that use CUDA"""
     offloaded_bytes: _builtins.int
     """part of device_bytes that the shim copies to stripe files instead"""
+    visible: _builtins.int
+    """how many GPUs CUDA_VISIBLE_DEVICES lets the rank see; 0: all"""
     @_builtins.property
     def node_gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gpu]:
         """all GPUs of the source node, in the driver's order"""
@@ -1727,10 +1738,11 @@ class GpuFacts(_message.Message):
         device_bytes: _builtins.int = ...,
         processes: _builtins.int = ...,
         offloaded_bytes: _builtins.int = ...,
+        visible: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "driver_version", b"driver_version", "node_gpus", b"node_gpus", "offloaded_bytes", b"offloaded_bytes", "processes", b"processes", "uses", b"uses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "driver_version", b"driver_version", "node_gpus", b"node_gpus", "offloaded_bytes", b"offloaded_bytes", "processes", b"processes", "uses", b"uses", "visible", b"visible"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

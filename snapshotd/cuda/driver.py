@@ -14,6 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from snapshotd.api.errors import GpuFailed, SnapshotError, Timeout
@@ -57,12 +58,13 @@ class _Limit:
 
 
 class Gpus:
-    """The node's GPUs. One per daemon. Starts its helper when it is first needed, and none if there is no driver."""
+    """The node's GPUs. One per daemon. Starts its helper when it is first needed, and none if there is no driver.
+    `memory`: the file that remembers the GPUs since the node booted."""
 
-    def __init__(self, library_dir: str = "") -> None:
+    def __init__(self, library_dir: str = "", memory: Path | None = None) -> None:
         self._library_dir = library_dir
         self._helpers = HelperPool(library_dir)
-        self._inventory = InventoryCache(self._helpers, library_dir)
+        self._inventory = InventoryCache(self._helpers, library_dir, memory)
         self._no_gpu = ""  # the reason
         self._no_gpu_until = 0.0
 

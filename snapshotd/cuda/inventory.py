@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.cuda import library
 from snapshotd.cuda.helper_pool import HelperPool
 from snapshotd.cuda.helper_process import Lost
+from snapshotd.cuda.seen import SeenGpus
 
 WAIT_S = 5.0  # limit for a caller
 QUERY_S = 30.0  # until a query is given up and the helper is killed
@@ -32,10 +34,12 @@ class Inventory:
     driver_version: str = ""
     gpus: list[pb.Gpu] = field(default_factory=list)
     problem: str = ""  # why GPUs are missing here; empty if none are
+    lost: list[pb.Gpu] = field(default_factory=list)  # that were here since the node booted
 
     def copy(self) -> Inventory:
         """A copy whose messages the caller may change."""
-        return Inventory(self.driver_version, [_copied(gpu) for gpu in self.gpus], self.problem)
+        gpus, lost = [_copied(gpu) for gpu in self.gpus], [_copied(gpu) for gpu in self.lost]
+        return Inventory(self.driver_version, gpus, self.problem, lost)
 
 
 def from_answer(answer: Mapping[str, Any]) -> Inventory:
@@ -55,8 +59,9 @@ def _copied(gpu: pb.Gpu) -> pb.Gpu:
 class InventoryCache:
     """The node's inventory, kept for a moment."""
 
-    def __init__(self, helpers: HelperPool, library_dir: str) -> None:
+    def __init__(self, helpers: HelperPool, library_dir: str, memory: Path | None = None) -> None:
         self._helpers = helpers
+        self._ever = SeenGpus(memory)
         self._library_dir = library_dir
         self._query: asyncio.Task[None] | None = None
         self._query_began = 0.0
@@ -87,7 +92,9 @@ class InventoryCache:
             await asyncio.wait({self._query})
 
     async def _see(self) -> None:
-        self._seen = await self._ask()
+        found = await self._ask()
+        self._ever.note(found.gpus)
+        self._seen = replace(found, lost=self._ever.lost(found.gpus)) if found.gpus else found
         self._seen_until = time.monotonic() + (KEPT_S if self._seen.gpus else FAILURE_KEPT_S)
 
     async def _ask(self) -> Inventory:

@@ -49,9 +49,12 @@ def describe(gpu: pb.Gpu) -> str:
 def choose(facts: pb.GpuFacts, node: Sequence[pb.Gpu], wish: str) -> tuple[list[pb.GpuPair], str]:
     """A pair for every GPU of the source, in its order, and a description of the rank's new place.
 
-    A GPU that both nodes have (two nodes of a lab on one machine) stays. Otherwise the rank gets an unused GPU of the same
-    model. With a `wish` (an index of the target, a UUID or its beginning; for several GPUs a list with commas, in the order
-    of the source's indices) it gets that GPU, even if others use it, provided that it fits.
+    A GPU that both nodes have (two nodes of a lab on one machine) stays. Otherwise the rank gets an unused GPU of the
+    same model, the one at the same place (bus id and index) if it can: a restored process may go on reporting the bus id
+    that its GPU had, by which NCCL tells the GPUs of a node apart (cuda-checkpoint #48). A rank that sees only some of
+    its node's GPUs (CUDA_VISIBLE_DEVICES) keeps its indices, because the driver cannot map GPUs for it (cuda-python
+    #1983). With a `wish` (an index of the target, a UUID or its beginning; for several GPUs a list with commas, in the
+    order of the source's indices) it gets that GPU, even if others use it, provided that it fits.
 
     Raises Unfit.
     """
@@ -72,6 +75,13 @@ def choose(facts: pb.GpuFacts, node: Sequence[pb.Gpu], wish: str) -> tuple[list[
             "gpu-present", f"the source does not have the GPU that its rank uses: {', '.join(strange)}", "retry"
         )
     used = sorted((sources[uuid] for uuid in needs), key=lambda gpu: gpu.index)
+    if lost := [describe(gpu) for gpu in used if gpu.lost]:
+        raise Unfit(
+            "gpu-present",
+            f"the source has lost the GPU that its rank uses, and with it the rank's device memory: {'; '.join(lost)}",
+            "end the job and start it from its last checkpoint",
+        )
+    fixed = keeps_indices(facts)
     chosen = _wished(used, node, wish) if wish else {gpu.uuid: gpu for gpu in node if gpu.uuid in needs}
     if driver_major(facts.driver_version) < PAIRING_DRIVER:
         _only_itself(facts, node, chosen)
@@ -79,10 +89,29 @@ def choose(facts: pb.GpuFacts, node: Sequence[pb.Gpu], wish: str) -> tuple[list[
         settled = gpu.uuid in chosen
         taken = {mate.uuid for mate in chosen.values()}
         candidates = [chosen[gpu.uuid]] if settled else [mate for mate in node if mate.uuid not in taken]
+        if fixed:
+            candidates = _of_same_index(facts, gpu, candidates)
         chosen[gpu.uuid] = _place(gpu, needs[gpu.uuid], candidates, may_share=settled)
     everything = _complete(sources, node, chosen)
     pairs = [pb.GpuPair(old_uuid=uuid, new_uuid=everything[uuid].uuid) for uuid in sources]
-    return pairs, _description(used, chosen)
+    return pairs, _description(used, node, chosen)
+
+
+def keeps_indices(facts: pb.GpuFacts) -> bool:
+    """Whether the driver can restore the rank only onto GPUs with the same indices, without pairs."""
+    return 0 < facts.visible < len(facts.node_gpus)
+
+
+def _of_same_index(facts: pb.GpuFacts, gpu: pb.Gpu, candidates: Sequence[pb.Gpu]) -> list[pb.Gpu]:
+    found = [mate for mate in candidates if mate.uuid == gpu.uuid or mate.index == gpu.index]
+    if not found:
+        raise Unfit(
+            "gpu-present",
+            f"the rank sees {facts.visible} of {_count(len(facts.node_gpus))} (CUDA_VISIBLE_DEVICES), and such a rank can"
+            f" only be restored onto the same index: GPU {gpu.index} is not among those here that could be chosen",
+            f"choose a node with a free GPU {gpu.index}, or start the job without CUDA_VISIBLE_DEVICES",
+        )
+    return found
 
 
 def _wished(used: Sequence[pb.Gpu], node: Sequence[pb.Gpu], wish: str) -> dict[str, pb.Gpu]:
@@ -155,7 +184,12 @@ def _place(gpu: pb.Gpu, need_bytes: int, candidates: Sequence[pb.Gpu], *, may_sh
         raise Unfit(
             "gpu-memory", f"the rank needs {_gib(need_bytes)}; {found}", f"free memory there, or {_ANOTHER_NODE}"
         )
-    return max(fitting, key=lambda mate: (room[mate.uuid] >> 30, -mate.index))
+    return max(fitting, key=lambda mate: (*_nearness(gpu, mate), room[mate.uuid] >> 30, -mate.index))
+
+
+def _nearness(gpu: pb.Gpu, mate: pb.Gpu) -> tuple[bool, bool]:
+    """Whether it is at the same place of its node: by bus id, and by index."""
+    return (bool(gpu.bus_id) and gpu.bus_id == mate.bus_id, gpu.index == mate.index)
 
 
 def _complete(sources: dict[str, pb.Gpu], node: Sequence[pb.Gpu], chosen: dict[str, pb.Gpu]) -> dict[str, pb.Gpu]:
@@ -168,7 +202,8 @@ def _complete(sources: dict[str, pb.Gpu], node: Sequence[pb.Gpu], chosen: dict[s
     for uuid, gpu in sources.items():
         if uuid in everything:
             continue
-        mate = next((mate for mate in left.values() if alike(gpu, mate) and gpu.mig == mate.mig), None)
+        same = [mate for mate in left.values() if alike(gpu, mate) and gpu.mig == mate.mig]
+        mate = max(same, key=lambda mate: (*_nearness(gpu, mate), -mate.index), default=None)
         if mate is None:
             raise Unfit(
                 "gpu-chip",
@@ -218,9 +253,24 @@ def _gib(size_bytes: int) -> str:
     return f"{size_bytes / (1 << 30):.1f} GiB"
 
 
-def _description(used: Sequence[pb.Gpu], chosen: dict[str, pb.Gpu]) -> str:
+def _description(used: Sequence[pb.Gpu], node: Sequence[pb.Gpu], chosen: dict[str, pb.Gpu]) -> str:
     parts = []
     for gpu in used:
         mate = chosen[gpu.uuid]
-        parts.append(f"stays on {describe(gpu)}" if mate.uuid == gpu.uuid else f"{gpu.index} → {describe(mate)}")
+        if mate.uuid == gpu.uuid:
+            parts.append(f"stays on {describe(gpu)}")
+        else:
+            parts.append(f"{gpu.index} → {describe(mate)}{_why_elsewhere(gpu, mate, node)}")
     return "; ".join(parts) or "on no GPU yet"
+
+
+def _why_elsewhere(gpu: pb.Gpu, mate: pb.Gpu, node: Sequence[pb.Gpu]) -> str:
+    """Why a GPU at another place of the bus was chosen."""
+    if not gpu.bus_id or not mate.bus_id or gpu.bus_id == mate.bus_id:
+        return ""
+    there = next((one for one in node if one.bus_id == gpu.bus_id), None)
+    if there is None:
+        return f", because no GPU here is at {gpu.bus_id}"
+    if _occupied(there, False):
+        return f", because the one at {gpu.bus_id} is taken: {_occupant(there)}"
+    return f", instead of the one at {gpu.bus_id}, {describe(there)}"

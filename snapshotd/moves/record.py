@@ -273,6 +273,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     # target
     gpu_pairs: list[tuple[str, str]] = []  # UUID on the source, UUID here
     gpus_reserved: list[str] = []
+    gpus_by_index: bool = False  # the driver restores the rank onto the same indices, and takes no pairs
     user_ids: list[int] = []  # of the rank's processes, as preflight was shown
     placed: list[str] = []  # by older versions: carried files that were made here; they are left as they are
     made: list[tuple[str, int, int]] = []  # carried files that were made here: path, device, inode
@@ -329,6 +330,7 @@ class Fields(TypedDict, total=False):
     failure: str
     gpu_pairs: list[tuple[str, str]]
     gpus_reserved: list[str]
+    gpus_by_index: bool
     user_ids: list[int]
     placed: list[str]
     made: list[tuple[str, int, int]]

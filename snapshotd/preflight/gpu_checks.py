@@ -46,10 +46,20 @@ def facts_of(rank: Inspection, gpu: DriverReport, offloaded_bytes: int = 0) -> p
     facts = pb.GpuFacts(driver_version=gpu.driver_version, processes=len(gpu.cuda_pids), uses=uses(rank, gpu))
     facts.device_bytes = sum(use.memory_bytes for use in facts.uses)
     facts.offloaded_bytes = min(offloaded_bytes, facts.device_bytes)
-    for card in gpu.gpus:
+    for card in (*gpu.gpus, *gpu.lost):
         facts.node_gpus.add().CopyFrom(card)
         facts.node_gpus[-1].ClearField("processes")  # other jobs' processes do not concern the target
+    seen = [_visible(one.pid) for one in cuda_processes(rank, gpu)]
+    facts.visible = min((count for count in seen if count), default=0)
     return facts
+
+
+def _visible(pid: int) -> int:
+    """How many GPUs CUDA_VISIBLE_DEVICES lets a process see; 0: it is not set. The numbers in it mean nothing here, because a
+    scheduler that hides devices numbers the rest anew. CUDA ignores everything from the first invalid name on."""
+    value = environ.read(pid).get(_VISIBLE, "")
+    names = [name.strip() for name in value.split(",")]
+    return next((place for place, name in enumerate(names) if not name or name.startswith("-")), len(names))
 
 
 def uses(rank: Inspection, gpu: DriverReport) -> list[pb.GpuUse]:
@@ -127,10 +137,11 @@ def driver(rank: Inspection, gpu: DriverReport) -> Check:
             f"this node's NVIDIA driver {gpu.driver_version} cannot checkpoint processes",
             f"install NVIDIA driver {OLDEST_DRIVER} or newer (580 or newer to move between GPUs)",
         )
-    if gpu.problem:
+    if gpu.problem or gpu.lost:
+        known = f"; known since the node booted: {listed([describe(card) for card in gpu.lost])}" if gpu.lost else ""
         return warned(
             "gpu-driver",
-            f"driver {gpu.driver_version} cannot list all GPUs of this node: {gpu.problem}",
+            f"driver {gpu.driver_version} cannot list all GPUs of this node: {gpu.problem or 'some are lost'}{known}",
             "the restore needs every GPU that the rank could see; if it fails, the move is undone. See `nvidia-smi`",
         )
     return passed("gpu-driver", f"driver {gpu.driver_version}")

@@ -20,6 +20,7 @@ class DriverReport:
     gpus: tuple[pb.Gpu, ...]  # of the node, in the driver's order
     cuda_pids: tuple[int, ...]  # processes of the tree that hold CUDA, as the daemon numbers them
     problem: str = ""  # why the node's GPUs could not be listed
+    lost: tuple[pb.Gpu, ...] = ()  # that were there since the node booted: a process may still know them
 
 
 @dataclass(frozen=True)

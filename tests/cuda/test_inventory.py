@@ -50,6 +50,7 @@ async def test_gpus_are_listed(gpus: Gpus, node: GpuNode, start: Callable[[], Cu
             memory_bytes=1024 * MIB,
             memory_free_bytes=(1024 - 100 - 64 - 64) * MIB,
             processes=[pb.GpuProcess(pid=pid, memory_bytes=size) for pid, size in sorted(used)],
+            bus_id="0000:10:00.0",
         ),
         pb.Gpu(
             uuid=node.gpus[1].uuid,
@@ -58,6 +59,7 @@ async def test_gpus_are_listed(gpus: Gpus, node: GpuNode, start: Callable[[], Cu
             compute_capability="9.0",
             memory_bytes=1024 * MIB,
             memory_free_bytes=1024 * MIB,
+            bus_id="0000:11:00.0",
         ),
     ]
 
@@ -232,6 +234,7 @@ class Nvml:
             "nvmlDeviceGetPersistenceMode": 1,
             "nvmlDeviceGetName": b"GPU",
             "nvmlDeviceGetUUID": "GPU-1",
+            "nvmlDeviceGetPciInfo": SimpleNamespace(busId=b"00000000:1B:00.0"),
             "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=7, usedGpuMemory=None)],
             "nvmlDeviceGetMPSComputeRunningProcesses": [SimpleNamespace(pid=7, usedGpuMemory=5)],
         }
@@ -254,7 +257,7 @@ class TestOneGpuOfTwo:
         fake = Nvml(monkeypatch)
         fake.failing["nvmlDeviceGetMemoryInfo"] = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         found = from_answer(json.loads(json.dumps(nvml.inventory())))
-        assert [gpu.index for gpu in found.gpus] == [0]
+        assert [(gpu.index, gpu.bus_id) for gpu in found.gpus] == [(0, "0000:1b:00.0")]
         assert found.problem == "GPU 1: GPU is lost"
 
     def test_old_gpu_lacks_some_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:

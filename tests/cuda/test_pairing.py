@@ -26,6 +26,7 @@ def gpu(
     pids: tuple[int, ...] = (),
     mig: bool = False,
     reserved_for: str = "",
+    bus: str = "",
 ) -> pb.Gpu:
     name, capability, size = chip
     return pb.Gpu(
@@ -38,6 +39,7 @@ def gpu(
         mig=mig,
         processes=[pb.GpuProcess(pid=pid) for pid in pids],
         reserved_for=reserved_for,
+        bus_id=bus,
     )
 
 
@@ -163,6 +165,48 @@ def test_every_gpu_of_the_source_gets_a_counterpart() -> None:
     check, reason = refusal(result, *node[:2], gpu("w", 2))
     assert check == "gpu-chip"
     assert "the source's 2 (NVIDIA A100-SXM4-80GB, GPU-c)" in reason
+
+
+def test_gpu_at_the_same_place_is_preferred() -> None:
+    """Two ranks from GPU 3 of two nodes must not both end on the first free GPU, where both would report the same bus id."""
+    result = facts(*(gpu(f"s{i}", i, bus=f"0000:{i + 16:02x}:00.0") for i in range(4)), s3=20)
+    node = [gpu(f"t{i}", i, bus=f"0000:{i + 16:02x}:00.0", used=i * 5 * GIB) for i in range(4)]
+    assert chosen(result, *node) == {"s0": "t0", "s1": "t1", "s2": "t2", "s3": "t3"}
+    assert choose(result, node, "")[1] == "3 → 3 (NVIDIA H200, GPU-t3)"
+    others = [gpu(f"t{i}", i, bus=f"0000:{35 - i:02x}:00.0") for i in range(4)]
+    assert chosen(result, *others)["s3"] == "t3"  # no GPU has that bus id: the same index
+    assert choose(result, others, "")[1].endswith(", because no GPU here is at 0000:13:00.0")
+    swapped = [gpu("t0", 0, bus="0000:13:00.0"), *others[1:]]
+    assert chosen(result, *swapped)["s3"] == "t0"  # by the bus id rather than by the index
+    node[3] = gpu("t3", 3, bus="0000:13:00.0", pids=(7,))
+    assert chosen(result, *node)["s3"] == "t0"
+    text = "because the one at 0000:13:00.0 is taken: 3 (NVIDIA H200, GPU-t3): in use by pid 7"
+    assert text in choose(result, node, "")[1]
+
+
+def test_rank_that_sees_some_gpus_keeps_its_index() -> None:
+    """The driver cannot map GPUs for it: only the same index is possible, and a refusal comes before the job is paused."""
+    result = facts(gpu("a", 0), gpu("b", 1), b=20)
+    result.visible = 1
+    node = (gpu("x", 0), gpu("y", 1, used=50 * GIB))
+    assert chosen(result, *node)["b"] == "y"
+    check, reason = refusal(result, node[0], gpu("y", 2))
+    assert check == "gpu-present"
+    assert "the rank sees 1 of 2 GPUs (CUDA_VISIBLE_DEVICES)" in reason
+    assert refusal(result, node[0], gpu("y", 1, pids=(7,)))[0] == "gpu-free"
+    assert refusal(result, *node, wish="0")[0] == "gpu-present"
+    result.visible = 2
+    assert chosen(result, node[0], gpu("y", 1, pids=(7,)))["b"] == "x"
+
+
+def test_lost_gpu_gets_a_counterpart_too() -> None:
+    """A process that has initialised CUDA knows it, and the driver needs a pair for it."""
+    lost = gpu("b", 1)
+    lost.lost = True
+    result = facts(gpu("a", 0), lost, a=20)
+    assert chosen(result, gpu("x", 0), gpu("y", 1)) == {"a": "x", "b": "y"}
+    result = facts(gpu("a", 0), lost, b=20)
+    assert "has lost the GPU that its rank uses" in refusal(result, gpu("x", 0), gpu("y", 1))[1]
 
 
 def test_request_on_the_same_machine_swaps_two() -> None:

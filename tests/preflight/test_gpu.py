@@ -315,6 +315,27 @@ def test_gpu_of_other_processes_does_not_count(rank: Starter) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "visible"), [("0", 1), ("GPU-12,GPU-34", 2), ("3,1,-1,2", 2), ("", 0), ("0,1,,2", 2)]
+)
+def test_number_of_visible_gpus_is_read(
+    rank: Starter, monkeypatch: pytest.MonkeyPatch, value: str, visible: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    child = gpu_rank(rank)
+    assert inspect(child, seen(child))[0].gpu.visible == visible
+
+
+def test_lost_gpu_is_among_the_facts(rank: Starter) -> None:
+    """The rank has initialised CUDA when the node still had it."""
+    child = gpu_rank(rank)
+    lost = pb.Gpu(uuid="GPU-lost", index=1, name="NVIDIA H200", lost=True)
+    facts, checks = inspect(child, replace(seen(child), lost=(lost,), problem="GPU 1: GPU is lost"))
+    assert [(gpu.uuid, gpu.lost) for gpu in facts.gpu.node_gpus][1:] == [("GPU-lost", True)]
+    assert checks["gpu-driver"].verdict == Check.WARN
+    assert "known since the node booted: 1 (NVIDIA H200, GPU-lost)" in checks["gpu-driver"].reason
+
+
+@pytest.mark.parametrize(
     ("variable", "value", "name"),
     [
         ("CUDA_INJECTION64_PATH", "/opt/nsight/lib.so", "gpu-profiler"),

@@ -38,7 +38,8 @@ async def find(gpus: Gpus, pids: Sequence[int]) -> tuple[DriverReport | None, li
     if not holders:
         return None, []
     inventory = await gpus.inventory(fresh=True)  # a cached inventory may lack a rank that has just started
-    return DriverReport(inventory.driver_version, tuple(inventory.gpus), tuple(holders), inventory.problem), []
+    cards, lost = tuple(inventory.gpus), tuple(inventory.lost)
+    return DriverReport(inventory.driver_version, cards, tuple(holders), inventory.problem, lost), []
 
 
 async def must_find(gpus: Gpus, pids: Sequence[int]) -> list[Process]:

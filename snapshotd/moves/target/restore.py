@@ -115,7 +115,8 @@ class Restore:
         await in_thread(socket_options.use_full_segments, group.pids())
         await meeting
         processes = _processes(group.pids(), image.cuda_pids)
-        pairs = [Pair(old, new) for old, new in self.log.record.gpu_pairs]
+        known = self.log.record
+        pairs = [] if known.gpus_by_index else [Pair(old, new) for old, new in known.gpu_pairs]
         beside = incoming if image.by_device_channel else None
         inner = dict(zip(image.cuda_pids, processes, strict=True))
         await memory.revive(

@@ -24,6 +24,7 @@ from snapshotd.api.errors import (
     Where,
     WrongState,
 )
+from snapshotd.cuda import pairing
 from snapshotd.files.as_user import spares
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.keepers.relay import Relays
@@ -127,6 +128,7 @@ class TargetSteps(TargetSettling):
                 Mark.PREPARED,
                 gpu_pairs=pairs,
                 gpus_reserved=reserved,
+                gpus_by_index=pairing.keeps_indices(facts.gpu),
                 user_ids=sorted(set(facts.user_ids)),
                 identity=identity,
             )

@@ -201,13 +201,13 @@ def devices_in_a_group(rank: Rank) -> None:
         assert driver.cuCtxSetCurrent(context) == 0
         nccl.ncclCommInitRank(ctypes.byref(made[i]), n, id_, i)
     nccl.ncclGroupEnd()
-    current, device = c_void_p(), c_int(-1)
+    current, found = c_void_p(), c_int(-1)
     assert driver.cuCtxGetCurrent(ctypes.byref(current)) == 0
     assert current.value == contexts[-1].value
     devices = []
     for comm in made:
-        nccl.ncclCommCuDevice(comm, ctypes.byref(device))
-        devices.append(device.value)
+        nccl.ncclCommCuDevice(comm, ctypes.byref(found))
+        devices.append(found.value)
     assert devices == list(range(n))
     for comm in made:
         nccl.ncclCommDestroy(comm)

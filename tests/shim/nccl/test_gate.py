@@ -68,9 +68,13 @@ def test_permission_lets_a_thread_pass_until_a_channel_has_its_count(job: Job) -
     (comm,) = report["comms"]
     before, passed, thread = comm["collectives"], report["passed"], report["held"][0]["thread"]
 
-    def told(text: str, wanted: int) -> dict[str, Any]:
+    def told(text: str, wanted: int, groups: int = passed) -> dict[str, Any]:
         gate.ask(TARGETS, text)
-        while not (found := gate.report())["held"] or found["comms"][0]["collectives"] < wanted:
+        while (
+            not (found := gate.report())["held"]
+            or found["comms"][0]["collectives"] < wanted
+            or found["passed"] < groups
+        ):
             time.sleep(0.002)
         time.sleep(0.05)  # a further launch would be seen
         again = gate.report()
@@ -80,7 +84,7 @@ def test_permission_lets_a_thread_pass_until_a_channel_has_its_count(job: Job) -
     until = f"{comm['id']} c -1 {before + 5}"
     assert told(f"permit {thread + 1} {passed + 1000} {until}", before)["comms"][0]["collectives"] == before
     assert told(f"permit {thread} {passed} {until}", before)["comms"][0]["collectives"] == before
-    assert told(f"permit {thread} {passed + 1} {until}", before)["passed"] == passed + 1
+    assert told(f"permit {thread} {passed + 1} {until}", before, passed + 1)["passed"] == passed + 1
     assert told(f"permit 0 {passed + 1000} {until}", before + 5)["comms"][0]["collectives"] == before + 5
     gate.ask(OPEN)
     job.stop()
