@@ -119,6 +119,21 @@ async def test_repeated_close_closes_the_rest_and_journals_nothing_new(cluster: 
     assert (gates.journal.get(MOVE).folder / "marks").read_text().count("\n") == 1
 
 
+async def test_repeated_close_finds_processes_with_their_first_communicator(cluster: Cluster) -> None:
+    """Rank 2 creates its first communicator after the first Close. Its gate must close too, and is journalled before."""
+    gates, late = cluster.nodes["b"].gates, cluster.process[2]
+    comms = cluster.shims.comms.pop(late)
+    report = await gates.close(cluster.request)
+    assert [process.rank for process in report.processes] == [1]
+    cluster.shims.comms[late] = comms
+    report = await gates.close(cluster.request)
+    assert sorted(process.rank for process in report.processes) == [1, 2]
+    assert cluster.shims.closed == {cluster.process[1], late}
+    assert len(gates.journal.get(MOVE).record.gate_processes) == 2
+    await gates.open(MOVE, cluster.token("COMMIT"), "operator")
+    assert cluster.shims.closed == set()
+
+
 async def test_job_without_communicators_leaves_no_trace(cluster: Cluster) -> None:
     gates = cluster.nodes["c"].gates
     assert not (await gates.close(cluster.request)).processes

@@ -200,13 +200,43 @@ def until_children(job: Job, count: int) -> list[int]:
     return tree.children(job.pid)
 
 
-def test_a_lock_that_a_parked_thread_holds_is_named(work: StartWork) -> None:
-    job = work("spin", "loader")
-    until(lambda: sum(count > 0 for count in job.counters()) == 4, "the loader lets one in at a time")
-    with pytest.raises(Timeout, match="one of them holds the loader's lock, which the driver needs"):
+@pytest.mark.parametrize(("kind", "lock"), [("loader", "the loader's lock"), ("stdout", "the lock of stdout")])
+def test_a_lock_that_a_parked_thread_holds_is_named(work: StartWork, kind: str, lock: str) -> None:
+    job = work("spin", kind)
+    until(lambda: sum(count > 0 for count in job.counters()) == 4, "one thread at a time gets it")
+    with pytest.raises(Timeout, match=f"one of them holds {lock}, which the driver needs"):
         job.mailbox().park(0.5)
     before = job.counters()
     until(lambda: job.counters()[1] > before[1])
+
+
+def test_program_that_is_replaced_while_its_threads_are_parked_is_reported(start: Start, tmp_path: Path) -> None:
+    """A thread executes another program between its start and the signal: the daemon neither hangs nor mistakes it."""
+    source = tmp_path / "replaced.c"
+    source.write_text(
+        "#define _GNU_SOURCE\n#include <pthread.h>\n#include <unistd.h>\n"
+        "static void *spin(void *a) { for (;;) usleep(100); return a; }\n"
+        "static void *leave(void *a) { char c; if (read(0, &c, 1) == 1) execl(a, a, (char *)0); return a; }\n"
+        "int main(int n, char **v) { pthread_t t; char c;\n"
+        "while (n < 2 && read(0, &c, 1) == 1) ;\n"
+        "if (n < 2) return 0;\n"
+        "for (int i = 0; i < 8; i++) pthread_create(&t, 0, spin, 0);\n"
+        "pthread_create(&t, 0, leave, v[0]);\npause();\nreturn 1; }\n"
+    )
+    program = compile_c(source, tmp_path / "replaced", "-pthread")
+    for delay in range(6):
+        job = start(program, "threads")
+        tasks = Path(f"/proc/{job.pid}/task")
+        until(lambda tasks=tasks: len(list(tasks.iterdir())) >= 10)  # type: ignore[misc]
+        box = job.mailbox()
+        job.say()
+        for _ in range(delay * 20):
+            os.sched_yield()
+        with contextlib.suppress(GpuFailed, RankGone):  # it was parked before, or is not there any more
+            box.park(20)
+            box.release(20)
+        until(lambda tasks=tasks: len(list(tasks.iterdir())) == 1)  # type: ignore[misc]
+        assert job.finish()[2] == 0
 
 
 def test_a_stopped_process_is_not_parked_when_it_is_continued(work: StartWork) -> None:

@@ -1,5 +1,5 @@
-/* Checks whether a parked thread holds a lock that the driver's threads will need: the allocator's, the loader's or the
- * thread library's.
+/* Checks whether a parked thread holds a lock that the driver's threads, or NCCL's, will need: the allocator's, the loader's,
+ * the thread library's, or that of stdout or stderr, to which NCCL writes its log while communicators are built.
  *
  * A thread of ours, which is never parked, takes each of them once. The job does not run meanwhile, so a probe that sleeps
  * for a while would sleep until the job is released. The probe's state decides and not the time alone, because walking the
@@ -13,6 +13,7 @@
 #include <link.h>
 #include <malloc.h>
 #include <stddef.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -56,6 +57,14 @@ static int first_only(struct dl_phdr_info *info, size_t bytes, void *argument)
 	return 1;
 }
 
+static void take_once(FILE *stream)
+{
+	if (stream) {
+		flockfile(stream);
+		funlockfile(stream);
+	}
+}
+
 static void try_all(void)
 {
 	static const size_t sizes[] = {24, 200, 2000, 20000, 100000, 4 << 20};
@@ -75,6 +84,10 @@ static void try_all(void)
 	STORE(&stage, "the thread library's lock");
 	if (libc_create_thread()(&thread, NULL, allocate_once, NULL) == 0)
 		pthread_join(thread, NULL);
+	STORE(&stage, "the lock of stdout");
+	take_once(stdout);
+	STORE(&stage, "the lock of stderr");
+	take_once(stderr);
 	STORE(&stage, NULL);
 }
 

@@ -23,6 +23,10 @@
 #include "core/shim.h"
 #include "own_threads.h"
 
+#ifndef MFD_EXEC
+#define MFD_EXEC 0x0010U
+#endif
+
 #define X(name, ...) [SYMBOL_##name] = #name,
 const char *const nccl_symbol_names[SYMBOLS] = {NCCL_LAUNCHED(X) NCCL_REFUSED(X) NCCL_ASKED(X) NCCL_WRITTEN(X)};
 #undef X
@@ -144,6 +148,14 @@ static int copy_to(int copy, char *message, size_t room)
 	return 0;
 }
 
+/* Since Linux 6.3 a node may make memory files that cannot be executed, unless they ask to be. Older kernels do not know it. */
+static int memory_file(const char *name)
+{
+	int file = memfd_create(name, MFD_CLOEXEC | MFD_EXEC);
+
+	return file < 0 && errno == EINVAL ? memfd_create(name, MFD_CLOEXEC) : file;
+}
+
 /* Loads a copy of the library from a memfd. If name or inode equal those of an earlier copy, perhaps made on another node,
  * the dynamic linker returns that copy. Then another memfd is tried, which has another name and inode. */
 static void *load_copy(char *message, size_t room, int *failed)
@@ -153,7 +165,7 @@ static void *load_copy(char *message, size_t room, int *failed)
 	char name[64];
 
 	do {
-		int copy = copies[tries] = memfd_create("libnccl.so.2", MFD_CLOEXEC);
+		int copy = copies[tries] = memory_file("libnccl.so.2");
 
 		if (copy < 0) {
 			*failed = errno;

@@ -68,6 +68,7 @@ class GateSteps(Steps):
                 moving = await self._begin(request, having)
             else:
                 moving = self.moving(request.move)
+                await self._add_newcomers(moving, request)
         async with moving.lock:
             self.must_be_open(moving)
             with move_context(move=request.move, rank=request.rank, phase="quiesce"):
@@ -267,6 +268,16 @@ class GateSteps(Steps):
         move_log = await in_thread(self.journal.begin, begin)
         await in_thread(move_log.mark, Mark.GATED, gate_processes=list(having))
         return self._track(move_log, DRIVER_FIRST_S)
+
+    async def _add_newcomers(self, moving: Moving, request: pb.MoveDescription) -> None:
+        """Adds processes that have created their first communicator since the first Close: its other members may wait for
+        them at their gates."""
+        known = moving.log.record.gate_processes
+        having = [each for each, _ in await gate_processes.find(self._ranks(request.user_id, request.job))]
+        fresh = [each for each in having if each not in known]
+        async with moving.lock:
+            if fresh and moving.log.outcome is None:
+                await in_thread(moving.log.mark, moving.log.last_mark, gate_processes=[*known, *fresh])
 
     def closed(self, move: str = "") -> list[pb.ClosedGate]:
         """The gates that are closed here, for one move or for any. Blocking."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.shim.jobs import until
+from tests.shim.jobs import compile_c, until
 from tests.shim.nccl.conftest import Job
 from tests.shim.nccl.gates import ATTACH, CLOSE, DETACH, FRESH, NEW_ID, OPEN, PARK, RELEASE, REPORT, Gates, Refused
 
@@ -293,6 +293,26 @@ def test_detach_gives_up_while_a_thread_is_inside_nccl(job: Job, tmp_path: Path)
     gates.all(OPEN)
     job.reach(max(job.steps()) + 2)
     job.stop()
+
+
+def test_fresh_copy_is_loaded_from_a_file_that_may_be_executed(job: Job, tmp_path: Path) -> None:
+    """With vm.memfd_noexec=1 a memory file that does not ask for it may not be."""
+    source, library, noted = tmp_path / "note.c", tmp_path / "note.so", tmp_path / "noted"
+    source.write_text(
+        "#define _GNU_SOURCE\n#include <stdio.h>\n#include <stdlib.h>\n#include <sys/syscall.h>\n#include <unistd.h>\n"
+        'int memfd_create(const char *name, unsigned int flags) { FILE *file = fopen(getenv("NOTED"), "a");\n'
+        'fprintf(file, "%x\\n", flags); fclose(file); return (int)syscall(SYS_memfd_create, name, flags); }\n'
+    )
+    compile_c(source, library, "-shared", "-fPIC")
+    job.start("jobs.plain", 1, LD_PRELOAD=f"{library} {job.built / 'libsnapshim.so'}", NOTED=str(noted))
+    job.reach(1)
+    gates = job.gates()
+    rebuild(gates, fresh=0)
+    gates.all(OPEN)
+    job.stop()
+    flags = [int(line, 16) for line in noted.read_text().split()]
+    assert flags
+    assert flags[0] & 0x10  # MFD_EXEC
 
 
 def test_report_of_a_process_without_nccl_is_empty(tmp_path: Path, built: Path) -> None:

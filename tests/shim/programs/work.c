@@ -291,6 +291,15 @@ static void *hold_loader(void *slot)
 	return NULL;
 }
 
+/* Stays inside stdout and holds its lock, as a thread does whose output waits for a reader. */
+static void *hold_stdout(void *slot)
+{
+	flockfile(stdout);
+	stay(NULL, 0, slot);
+	funlockfile(stdout);
+	return NULL;
+}
+
 static const struct kind {
 	const char *name;
 	void *(*routine)(void *);
@@ -311,6 +320,7 @@ static const struct kind {
 	{"stubborn", stubborn},
 	{"vfork", in_vfork},
 	{"loader", hold_loader},
+	{"stdout", hold_stdout},
 };
 
 int main(int argc, char **argv)
