@@ -41,6 +41,7 @@ enum snapshim_command {
 	SNAPSHIM_NCCL_FRESH = 23,
 	SNAPSHIM_NCCL_ATTACH = 24,
 	SNAPSHIM_NCCL_CLOSE_DEVICES = 25, /* of RDMA; an older library does not know it */
+	SNAPSHIM_NCCL_DEVICES = 26,
 
 	/* Device memory that the shim backs, in libsnapshim-offload.so (shim/README.md, "Device memory"); ENOSYS in the
 	 * other. argument[0]: milliseconds. */

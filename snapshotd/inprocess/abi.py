@@ -29,6 +29,7 @@ class Command(enum.IntEnum):
     NCCL_FRESH = 23
     NCCL_ATTACH = 24
     NCCL_CLOSE_DEVICES = 25
+    NCCL_DEVICES = 26
     MEMORY_OPEN = 32
     MEMORY_READY = 33
     MEMORY_OFFLOAD = 34

@@ -294,6 +294,20 @@ def new_id(process: tree.Process, timeout_s: float) -> str:
     return found
 
 
+def devices(process: tree.Process, timeout_s: float) -> dict[int, str]:
+    """The bus ids that CUDA in the process gives to the devices of its communicators. Empty: it does not say, or its library
+    is of an older version."""
+    try:
+        found = _ask(process, Command.NCCL_DEVICES, timeout_s, "say which devices it uses")
+    except NcclFailed as error:
+        log.info("%s", error.message)
+        return {}
+    lines = [line.split() for line in found.splitlines()]
+    if not all(len(line) == 2 and line[0].isdecimal() and len(line[1]) < 32 for line in lines):
+        raise Damaged(f"process {process.pid} answers with something that is not a list of devices: {found[:80]!r}")
+    return {int(device): bus_id.lower() for device, bus_id in lines}
+
+
 def load_fresh(process: tree.Process, timeout_s: float) -> None:
     """Loads a fresh copy of the library, which has not seen another host. No communicator may be up."""
     _ask(process, Command.NCCL_FRESH, timeout_s, "load a fresh copy of NCCL")

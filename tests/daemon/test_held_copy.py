@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
@@ -109,7 +110,13 @@ def test_process_that_does_not_stop_leaves_the_others_stopped(copy: Copy, monkey
 
 
 class Gated(SimpleNamespace):
-    """A node that has no closed gate for the move, only the copy."""
+    """A node that has no closed gate for the move, only the copy, on its one GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(node=SimpleNamespace(gpus=SimpleNamespace(inventory=self._inventory)))
+
+    async def _inventory(self) -> Any:
+        return SimpleNamespace(gpus=[pb.Gpu(uuid="GPU-here", bus_id="0000:1b:00.0")])
 
 
 @pytest.fixture
@@ -128,6 +135,21 @@ def members(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> Members:
 def asked(*comms: str) -> pb.AttachRequest:
     named = [pb.CommId(comm=comm, unique_id="ab" * 128) for comm in comms]
     return pb.AttachRequest(move=MOVE, rank_uids=["job-0"], comms=named)
+
+
+async def test_copy_whose_cuda_reports_the_former_bus_id_builds_nothing(
+    copy: Copy, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL tells the GPUs of a host apart by it. No other member has begun to build anything yet."""
+    copy.log.record = msgspec.structs.replace(copy.log.record, gpus_reserved=["GPU-here"])
+    reported = {0: "0000:5d:00.0"}
+    monkeypatch.setattr(ncclctl, "devices", lambda process, timeout_s: reported)
+    with pytest.raises(NcclFailed, match=r"onto the GPU at 0000:1b:00.0, but CUDA .* its device 0 is at 0000:5d:00.0"):
+        await members.attach(asked(), "a")
+    assert tree.stopped(copy.speaker.pid)
+    reported[0] = "0000:1b:00.0"
+    await members.attach(asked("0" * 16), "a")
+    assert copy.said[-1] == "attach"
 
 
 async def test_copy_is_prepared_before_members_build(copy: Copy, members: Members) -> None:

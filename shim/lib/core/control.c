@@ -42,6 +42,7 @@ static int dispatch(uint32_t command, int64_t timeout_ns)
 		return nccl_dispatch(command, timeout_ns);
 	case SNAPSHIM_NCCL_ROOM ... SNAPSHIM_NCCL_FRESH:
 	case SNAPSHIM_NCCL_CLOSE_DEVICES:
+	case SNAPSHIM_NCCL_DEVICES:
 		return nccl_dispatch(command, timeout_ns);
 	case SNAPSHIM_MEMORY_OPEN ... SNAPSHIM_MEMORY_DROP:
 		return memory_dispatch(command, timeout_ns);

@@ -11,6 +11,7 @@
 #include <sys/prctl.h>
 
 #include "core/shim.h"
+#include "device.h"
 #include "gate.h"
 #include "rdma.h"
 
@@ -110,6 +111,33 @@ static int new_id(struct nccl_job *job)
 	return 0;
 }
 
+#define DEVICES 64
+#define DEVICE_LINE 64
+
+/* Answers "DEVICE BUS-ID", a line for each device that a communicator is on, as CUDA in this process names it. */
+static int devices(struct nccl_job *job)
+{
+	bool seen[DEVICES] = {false};
+	struct nccl_comm *comm;
+
+	job->reply = malloc((size_t)DEVICES * DEVICE_LINE);
+	if (!job->reply)
+		return job_fails(job, ENOMEM, "no memory");
+	job->reply[0] = 0;
+	for (size_t i = 0; (comm = comm_at(i)); i++) {
+		int device = atomic_load(&comm->device), state = atomic_load(&comm->state);
+		char bus_id[32] = "";
+
+		if (state == UNUSED || device < 0 || device >= DEVICES || seen[device])
+			continue;
+		seen[device] = true;
+		if (device_bus_id(device, bus_id, sizeof(bus_id)))
+			job->reply_bytes +=
+				(size_t)snprintf(job->reply + job->reply_bytes, DEVICE_LINE, "%d %.31s\n", device, bus_id);
+	}
+	return 0;
+}
+
 static int must_be_detached(struct nccl_job *job)
 {
 	struct nccl_comm *comm;
@@ -178,6 +206,8 @@ static int act(struct nccl_job *job)
 		return load_fresh(job);
 	case SNAPSHIM_NCCL_CLOSE_DEVICES:
 		return close_devices(job);
+	case SNAPSHIM_NCCL_DEVICES:
+		return devices(job);
 	default:
 		return renew(job) ? job->status : attach(job);
 	}

@@ -42,6 +42,11 @@ void device_leave(int device)
 	DRIVER("cuDevicePrimaryCtxRelease_v2", (int), device);
 }
 
+bool device_bus_id(int device, char *into, int room)
+{
+	return DRIVER("cuDeviceGetPCIBusId", (char *, int, int), into, room, device) == 0;
+}
+
 void *device_context(void)
 {
 	void *context = NULL;

@@ -8,6 +8,8 @@
 /* Makes the device's primary context the calling thread's. False: no driver, or the job has no context there. */
 bool device_enter(int device);
 void device_leave(int device);
+/* Where CUDA says that the device is on the bus: 0000:1b:00.0. False: no driver, or it does not say. */
+bool device_bus_id(int device, char *into, int room);
 /* The calling thread's context; NULL: none, or no driver. It decides which device a new communicator belongs to. */
 void *device_context(void);
 void device_set_context(void *context);

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Denied, RankGone, SnapshotError, Where, WrongState
+from snapshotd.api.errors import Denied, NcclFailed, RankGone, SnapshotError, Where, WrongState
 from snapshotd.inprocess import ncclctl
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
@@ -29,7 +29,7 @@ from snapshotd.runtime.faults import Point, reach
 log = logging.getLogger(__name__)
 
 #: NCCL has no deadlines. These apply to all processes of a node together. The source sets others for Detach and Attach.
-DETACH_S, NEW_ID_S, ATTACH_S = 30.0, 10.0, 60.0
+DETACH_S, NEW_ID_S, ATTACH_S, DEVICES_S = 30.0, 10.0, 60.0, 10.0
 #: NCCL's event threads end within milliseconds.
 CLOSE_DEVICES_S = 10.0
 LIMIT_MAX_S = 3 * 3600.0
@@ -134,6 +134,7 @@ class Members:
             self._may_wake(copy)
             try:
                 processes = await held_copy.wake_shim(copy.log)
+                await self._check_places(copy.log, processes)
                 if not lines:
                     return
                 await reach(Point.ATTACHING)
@@ -142,6 +143,29 @@ class Members:
                 await held_copy.still(copy.log)
                 raise
             # It goes on until it is activated or dropped: what another member still waits for may not have been sent yet.
+
+    async def _check_places(self, move_log: MoveLog, processes: Sequence[Process]) -> None:
+        """Compares the bus ids that CUDA in the copy reports with NVML's. After a restore onto another GPU it may go on
+        reporting the former one (cuda-checkpoint #48), by which NCCL would take it for another GPU, or find none."""
+        mine = move_log.record.gpus_reserved
+        if not mine:
+            return
+        inventory = await self.gates.node.gpus.inventory()
+        places = {gpu.uuid: gpu.bus_id for gpu in inventory.gpus if gpu.bus_id}
+        if not all(uuid in places for uuid in mine):
+            log.warning("move %s: NVML does not say where the rank's GPUs are; that is not checked", move_log.move)
+            return
+        given = sorted({places[uuid] for uuid in mine})
+        for process in processes:
+            found = await in_thread(ncclctl.devices, process, DEVICES_S)
+            for device, bus_id in found.items():
+                if bus_id not in given:
+                    raise NcclFailed(
+                        f"process {process.pid} was restored onto the GPU at {', '.join(given)}, but CUDA in it still says"
+                        f" that its device {device} is at {bus_id}: NCCL would take it for another GPU",
+                        remedy=f"choose a target whose GPU at {bus_id} is free, or name that GPU with --gpu",
+                        where=Where.SOURCE_FROZEN,
+                    )
 
     async def _attach_here(
         self,

@@ -97,6 +97,13 @@ EXPORT CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device)
 	return cuDeviceGetUuid_v2(uuid, device);
 }
 
+EXPORT CUresult cuDeviceGetPCIBusId(char *bus_id, int bytes, CUdevice device)
+{
+	CALL(if (is_gpu(device)) snprintf(bus_id, (size_t)bytes, "0000:%02x:00.0",
+					  (0x10U + (unsigned int)process_node()->gpus[device].minor) & 0xffU);
+	     else result = CUDA_ERROR_INVALID_DEVICE;);
+}
+
 EXPORT CUresult cuDeviceGetName(char *name, int bytes, CUdevice device)
 {
 	CALL(if (is_gpu(device)) snprintf(name, (size_t)bytes, "%s", process_node()->gpus[device].name);

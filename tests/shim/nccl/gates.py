@@ -24,6 +24,7 @@ ROOM, CLOSE, TARGETS = abi.Command.NCCL_ROOM, abi.Command.NCCL_CLOSE, abi.Comman
 REPORT, OPEN, DETACH = abi.Command.NCCL_REPORT, abi.Command.NCCL_OPEN, abi.Command.NCCL_DETACH
 NEW_ID, FRESH, ATTACH = abi.Command.NCCL_NEW_ID, abi.Command.NCCL_FRESH, abi.Command.NCCL_ATTACH
 CLOSE_DEVICES = abi.Command.NCCL_CLOSE_DEVICES
+DEVICES = abi.Command.NCCL_DEVICES
 
 
 class Refused(Exception):

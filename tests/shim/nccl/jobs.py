@@ -209,6 +209,8 @@ def devices_in_a_group(rank: Rank) -> None:
         nccl.ncclCommCuDevice(comm, ctypes.byref(found))
         devices.append(found.value)
     assert devices == list(range(n))
+    rank.tell("devices")
+    rank.hear("seen")
     for comm in made:
         nccl.ncclCommDestroy(comm)
 

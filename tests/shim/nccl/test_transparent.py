@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import cuda_fake
+from tests.shim.jobs import until
 from tests.shim.nccl.conftest import Job
+from tests.shim.nccl.gates import DEVICES
 
 
 @pytest.mark.parametrize(
@@ -45,4 +47,9 @@ def test_grouped_initialisation_keeps_the_device_of_each_call(job: Job, tmp_path
     """The calls of a group reach NCCL at its end, when the last device is current."""
     node = cuda_fake.GpuNode(tmp_path / "gpus", cuda_fake.gpus("node-1", 3))
     job.start("jobs.devices_in_a_group", 1, **node.environment)
+    until(lambda: (tmp_path / "devices").exists() or job.processes[0].poll() is not None)
+    assert job.processes[0].poll() is None, job.output()
+    bus_ids = dict(line.split() for line in job.gates().gates[0].ask(DEVICES).splitlines())
+    assert bus_ids == {str(device): f"0000:{0x10 + device:02x}:00.0" for device in range(3)}
+    (tmp_path / "seen").touch()
     job.all_right()
