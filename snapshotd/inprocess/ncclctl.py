@@ -119,6 +119,17 @@ class Report:
     ids_unused: int = 0  # unique ids that were made and not used: NCCL has a thread for each
     rdma: tuple[RdmaDevice, ...] | None = None  # None: the library is older and does not know
 
+    @property
+    def concerned(self) -> bool:
+        """Whether it has communicators, or a closed gate."""
+        return bool(self.comms) or self.gate_closed
+
+    @property
+    def strange_threads(self) -> int:
+        """Threads of NCCL, by their stacks, in a process for which the shim never had a communicator: the program calls NCCL
+        past the shim, as with functions that it looked up in libnccl itself."""
+        return 0 if self.comms or self.ended else max(0, self.threads - self.ids_unused)
+
     def refusals(self) -> list[str]:
         """ "COMM: why", for every communicator that cannot be taken down."""
         return [f"{comm.id}: {why}" for comm in self.comms for why in comm.refusals]
@@ -134,12 +145,16 @@ def uses_nccl(pids: Iterable[int]) -> list[int]:
     return found
 
 
-def reports(pids: Iterable[int], *, idle: bool = False) -> list[tuple[tree.Process, Report]]:
+def reports(pids: Iterable[int]) -> list[tuple[tree.Process, Report]]:
     """The processes that have communicators, or a closed gate, with their reports. One without a control thread has none.
-    `idle`: also those that only have RDMA devices open.
 
     One that has destroyed its last communicator behind the gate counts: its next one waits there until the gate opens.
     """
+    return [(process, report) for process, report in all_reports(pids) if report.concerned]
+
+
+def all_reports(pids: Iterable[int]) -> list[tuple[tree.Process, Report]]:
+    """The processes that have NCCL and the shim's control thread, with their reports."""
     found = []
     for pid in uses_nccl(pids):
         with contextlib.suppress(RankGone, ProcessLookupError):
@@ -155,9 +170,7 @@ def reports(pids: Iterable[int], *, idle: bool = False) -> list[tuple[tree.Proce
                 )
             if tree.stopped(pid):
                 continue
-            report = read(process)
-            if report.comms or report.gate_closed or (idle and report.rdma):
-                found.append((process, report))
+            found.append((process, read(process)))
     return found
 
 

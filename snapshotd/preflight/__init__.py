@@ -53,6 +53,7 @@ gpu-host-memory      … enough host memory, within the job's limits, for its de
 nccl-static          NCCL is a shared library, so that the shim can interpose it
 nccl                 every communicator can be torn down: no CUDA graph, window or device communicator, none incomplete
 nccl-environment     for an NCCL rank: warns if variables that `migrator run` presets were set otherwise
+nccl-host-id         … no other rank of its job on this node has the same NCCL_HOSTID
 facts                the facts that the target needs could be gathered
 ===================  ===================================================================================================
 

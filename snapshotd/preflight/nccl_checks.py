@@ -44,11 +44,13 @@ def communicators(rank: Inspection, nccl: NcclReports) -> Check:
         if process.pid not in nccl.pids and _maps(process, _LIBRARY)
         for name in sorted({name for name in _threads(process) if _THREAD.match(name)})
     ]
+    unseen += [f"process {pid}: {threads} threads" for pid, threads in nccl.past]
     if unseen:
         return refused(
             "nccl",
             f"NCCL threads run in processes for which the shim knows no communicator: {listed(unseen)}",
-            "start the job with `migrator run`, and load NCCL through the dynamic linker (no dlmopen, no RTLD_DEEPBIND)",
+            "start the job with `migrator run`, and let the program call NCCL as the dynamic linker resolves it: not through"
+            " ctypes.CDLL (as vLLM's pynccl does), dlmopen or RTLD_DEEPBIND",
         )
     count = len({one.id for _, report in nccl.reports for one in report.comms})
     return passed("nccl", f"{count} communicators, in {len(nccl.reports)} processes" if count else "not in use")

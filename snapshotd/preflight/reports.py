@@ -30,18 +30,27 @@ class NcclReports:
     reports: tuple[tuple[int, ncclctl.Report], ...] = ()
     problem: str = ""  # why a process could not be asked
     remedy: str = ""
+    past: tuple[
+        tuple[int, int], ...
+    ] = ()  # processes with threads of NCCL and no communicator of the shim: pid, threads
+    neighbours: tuple[tuple[int, int], ...] = ()  # other ranks of the job on this node: rank, and pid of each process
 
     @property
     def pids(self) -> frozenset[int]:
         return frozenset(pid for pid, _ in self.reports)
 
 
-def read_nccl_reports(pids: Sequence[int]) -> NcclReports:
+def read_nccl_reports(pids: Sequence[int], neighbours: Sequence[tuple[int, int]] = ()) -> NcclReports:
     """Asks the shim of every process that has NCCL loaded. Nothing is changed. Blocking."""
     try:
-        return NcclReports(tuple((process.pid, report) for process, report in ncclctl.reports(pids, idle=True)))
+        found = [(process.pid, report) for process, report in ncclctl.all_reports(pids)]
     except SnapshotError as error:
         return NcclReports(problem=error.message, remedy=error.advice)
+    return NcclReports(
+        tuple(each for each in found if each[1].concerned or each[1].rdma),
+        past=tuple((pid, report.strange_threads) for pid, report in found if report.strange_threads),
+        neighbours=tuple(neighbours),
+    )
 
 
 def uses_cuda(pids: Iterable[int]) -> list[int]:

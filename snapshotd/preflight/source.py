@@ -16,6 +16,7 @@ from snapshotd.preflight import (
     gpu_checks,
     gpu_shim_checks,
     nccl_checks,
+    nccl_host,
     process_checks,
     rdma_checks,
     resource_checks,
@@ -88,6 +89,7 @@ GPU_CHECKS: dict[str, Callable[[Inspection, DriverReport], Check]] = {
 NCCL_CHECKS: dict[str, Callable[[Inspection, NcclReports], Check]] = {
     "nccl": nccl_checks.communicators,
     "nccl-environment": nccl_checks.environment,
+    "nccl-host-id": nccl_host.host_id,
 }
 
 

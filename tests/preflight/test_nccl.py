@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from snapshotd.preflight import NcclReports
 from snapshotd.preflight.elf import needed_libraries
 from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.nccl_checks import communicators, environment, static
+from snapshotd.preflight.nccl_host import host_id
+from snapshotd.preflight.reports import read_nccl_reports
 from snapshotd.preflight.resource_checks import shared_memory
-from snapshotd.proc import maps
+from snapshotd.proc import maps, tree
 from tests.preflight.conftest import Starter
 
 NAMED = """
@@ -163,3 +166,45 @@ def test_shared_memory_of_communicators_passes(rank: Starter) -> None:
         assert other.process.poll() is None
     finally:
         os.unlink(path)
+
+
+def test_nccl_past_the_shim_is_recognised_by_stacks(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads have no name. One for each unused unique id is the shim's own, and so are those that outlive the last
+    communicator."""
+    child = rank()
+    one = ncclctl.Report("", False, 0, (), threads=3, ids_unused=1)
+    found = [(tree.Process.of(child.pid), one)]
+    monkeypatch.setattr(ncclctl, "all_reports", lambda pids: found)
+    seen = read_nccl_reports(child.pids)
+    assert (seen.past, seen.pids) == (((child.pid, 2),), frozenset())
+    check = communicators(inspected(child.pids), seen)
+    assert check.verdict == Check.REFUSE
+    assert f"process {child.pid}: 2 threads" in check.reason
+    assert "ctypes.CDLL" in check.remedy
+    for known in (replace(one, threads=1), replace(one, ended=report().comms)):
+        found[0] = (found[0][0], known)
+        assert communicators(inspected(child.pids), read_nccl_reports(child.pids)).verdict == Check.PASS
+    found[0] = (found[0][0], report())
+    assert read_nccl_reports(child.pids).past == ()
+
+
+def test_host_id_that_a_staying_rank_shares_is_refused(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the move NCCL would take both for ranks of one host. Ranks with different values on one GPU are all right."""
+
+    def verdict(mine: str, others: str) -> Check:
+        started = []
+        for value in (mine, others):
+            monkeypatch.setenv("NCCL_HOSTID", value)
+            if not value:
+                monkeypatch.delenv("NCCL_HOSTID")
+            started.append(rank())
+        moving, staying = started
+        nccl = NcclReports(((moving.pid, report()),), neighbours=tuple((7, pid) for pid in staying.pids))
+        return host_id(inspected(moving.pids), nccl)
+
+    check = verdict("node-1", "node-1")
+    assert check.verdict == Check.REFUSE
+    assert "NCCL_HOSTID=node-1 is set for this rank and for ranks that stay on this node: 7" in check.reason
+    assert verdict("rank-0", "rank-1").verdict == Check.PASS
+    assert verdict("", "node-1").verdict == Check.PASS
+    assert verdict("node-1", "").verdict == Check.PASS

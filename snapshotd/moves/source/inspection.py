@@ -37,7 +37,7 @@ async def facts(node: Node, entry: RankEntry) -> tuple[pb.RankFacts, list[pb.Che
 async def _look(node: Node, entry: RankEntry, pids: list[int]) -> tuple[pb.RankFacts, list[pb.Check]]:
     config = node.config
     look, more = await cuda_processes.find(node.gpus, pids)
-    nccl = await in_thread(preflight.read_nccl_reports, pids)
+    nccl = await in_thread(preflight.read_nccl_reports, pids, _neighbours(node, entry))
     facts, checks = await in_thread(
         preflight.inspect_rank,
         pids,
@@ -64,6 +64,13 @@ async def _look(node: Node, entry: RankEntry, pids: list[int]) -> tuple[pb.RankF
     if offloaded_bytes := facts.gpu.offloaded_bytes:
         more.append(preflight.offload_room(offloaded_bytes, await in_thread(node.store.room_bytes)))
     return facts, [*checks, *more]
+
+
+def _neighbours(node: Node, entry: RankEntry) -> list[tuple[int, int]]:
+    """The processes of the job's other ranks here, each with the number of its rank."""
+    others = [one for one in node.ranks.all() if one.uid != entry.uid and not one.away_node]
+    of_job = [one for one in others if (one.user_id, one.job) == (entry.user_id, entry.job)]
+    return [(one.rank, pid) for one in of_job for pid in one.group.pids()]
 
 
 def _closed_files(node: Node, entry: RankEntry, facts: pb.RankFacts) -> tuple[dict[str, int], pb.Check]:

@@ -13,7 +13,7 @@ import threading
 import time
 from ctypes import c_int, c_void_p
 
-from tests.fakes.nccl_calls import NcclFailed, Operator, Result, config
+from tests.fakes.nccl_calls import Nccl, NcclFailed, Operator, Result, config
 from tests.fakes.nccl_numbers import INT32, INT64
 from tests.fakes.nccl_rank import Buffer, Rank
 
@@ -213,6 +213,15 @@ def devices_in_a_group(rank: Rank) -> None:
     rank.hear("seen")
     for comm in made:
         nccl.ncclCommDestroy(comm)
+
+
+def past_the_shim(rank: Rank) -> None:
+    """Looks NCCL's functions up in the library itself, as vLLM's pynccl does."""
+    nccl = Nccl(rank.library_path)
+    comm = nccl.init_rank(1, nccl.unique_id(), 0)
+    rank.tell("made")
+    rank.hear("seen")
+    nccl.ncclCommDestroy(comm)
 
 
 def watched(rank: Rank) -> None:

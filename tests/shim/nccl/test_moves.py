@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from snapshotd.inprocess import ncclctl
 from tests.shim.jobs import compile_c, until
 from tests.shim.nccl.conftest import Job
 from tests.shim.nccl.gates import ATTACH, CLOSE, DETACH, FRESH, NEW_ID, OPEN, PARK, RELEASE, REPORT, Gates, Refused
@@ -325,6 +326,16 @@ def test_report_of_a_process_without_nccl_is_empty(tmp_path: Path, built: Path) 
         assert job.gates().gates[0].ask(REPORT)
     finally:
         job.kill()
+
+
+def test_threads_of_nccl_that_is_called_past_the_shim_are_reported(job: Job, tmp_path: Path) -> None:
+    job.start("jobs.past_the_shim", 1)
+    until(lambda: (tmp_path / "made").exists() or job.processes[0].poll() is not None)
+    report = ncclctl.parse(job.gates().gates[0].ask(REPORT))
+    assert report.comms == ()
+    assert report.strange_threads > 0
+    (tmp_path / "seen").touch()
+    job.all_right()
 
 
 def test_rebuilt_while_every_thread_of_the_job_is_parked(job: Job) -> None:
