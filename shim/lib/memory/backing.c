@@ -9,9 +9,8 @@
 
 #define SMALLEST_BYTES (1 << 20) /* smaller ones the driver packs together; the driver's checkpoint moves them */
 
-#define NONE_YET (-1)
-static int32_t backed_device = NONE_YET; /* the device whose memory is backed, until the program uses others */
-static uint64_t other_devices;   /* by bit */
+static uint64_t used_devices; /* by bit */
+static bool apart; /* two of them cannot use each other's memory: nothing is backed any more */
 static uint32_t freed_blocks; /* in the table, to be released */
 
 /* NCCL's own memory is not backed: NCCL exports its buffers to other processes, and has none left when a rank moves. */
@@ -26,20 +25,25 @@ bool backing_takes(size_t bytes)
 	return bytes >= SMALLEST_BYTES;
 }
 
-/* Copies between devices (cudaMemcpyPeer, and cudaMemcpy in some libraries) need CUDA's own memory on both sides. */
+/* A plain copy between two devices (cudaMemcpy with both addresses) needs memory that both can use, or CUDA's own on both
+ * sides, which CUDA stages. So each device gets access to the others' memory. Where one cannot have it, all new memory is
+ * CUDA's own from then on. */
 bool backing_on(int device)
 {
-	int32_t known = NONE_YET;
-	uint64_t bit;
+	uint64_t bit, others;
 
 	if (device < 0 || device >= DEVICES_MAX)
 		return false;
 	bit = (uint64_t)1 << device;
-	if (SWAP_IF(&backed_device, &known, device) || known == device)
-		return LOAD(&other_devices) == 0;
-	if (!(__atomic_fetch_or(&other_devices, bit, __ATOMIC_SEQ_CST) & bit))
-		peers_meet(device, known);
-	return false;
+	others = __atomic_fetch_or(&used_devices, bit, __ATOMIC_SEQ_CST);
+	for (int other = 0; !(others & bit) && other < DEVICES_MAX; other++)
+		if (others >> other & 1) {
+			bool both = peers_meet(device, other);
+
+			if (!peers_meet(other, device) || !both)
+				STORE(&apart, true);
+		}
+	return !LOAD(&apart);
 }
 
 static bool record(const struct block *block)
@@ -48,7 +52,8 @@ static bool record(const struct block *block)
 
 	blocks_lock();
 	done = block_add(block);
-	if (done && peers_admit(block_with(block->address))) {
+	/* On the node that a rank has moved to, a device may not reach the others any more. */
+	if (done && (peers_admit(block_with(block->address)) || !peers_complete(block_with(block->address)))) {
 		block_remove(block_with(block->address));
 		done = false;
 	}
@@ -187,8 +192,8 @@ int backing_drop_freed(struct block *block)
 void backing_forget(void)
 {
 	freed_blocks = 0;
-	backed_device = NONE_YET;
-	other_devices = 0;
+	used_devices = 0;
+	apart = false;
 }
 
 bool backing_free(uint64_t address)

@@ -39,7 +39,9 @@ int physical_detach(struct block *block); /* it is away, unless the driver refus
 
 /* peers.c: under the lock. Gives access to the block to all devices that may use its device's memory. */
 int peers_admit(struct block *block);
-void peers_meet(int device, int owner); /* the first allocation on `device`, where `owner` has memory that is backed */
+bool peers_complete(const struct block *block); /* whether all devices that may use it can */
+/* The first allocation on one of them, where the other has memory: lets `device` use that of `owner`. False: it cannot. */
+bool peers_meet(int device, int owner);
 bool peers_unasked(int device, int owner); /* whether it may lack that access */
 void peers_forget(void);
 

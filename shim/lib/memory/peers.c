@@ -29,6 +29,11 @@ int peers_admit(struct block *block)
 	return status;
 }
 
+bool peers_complete(const struct block *block)
+{
+	return !(allowed[block->device] & ~block->access);
+}
+
 static void allow(int device, int owner)
 {
 	allowed[owner] |= (uint64_t)1 << device;
@@ -64,16 +69,17 @@ static void change(void (*how)(int, int), int device, int owner)
 }
 
 /* A library that contains a CUDA runtime, such as NCCL, enables peer access without a call that the shim sees. */
-void peers_meet(int device, int owner)
+bool peers_meet(int device, int owner)
 {
 	int can = 0;
 
 	if (!driver() || !driver()->cuDeviceCanAccessPeer || driver()->cuDeviceCanAccessPeer(&can, device, owner) || !can)
-		return;
+		return false;
 	blocks_lock(); /* the caller is between memory_enter and memory_leave */
 	unasked[owner] |= (uint64_t)1 << device;
 	allow(device, owner);
 	blocks_unlock();
+	return true;
 }
 
 bool peers_unasked(int device, int owner)

@@ -244,7 +244,8 @@ EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *context)
 
 EXPORT CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
 {
-	CALL(if (is_gpu(device) && is_gpu(peer)) *can = device != peer; else result = CUDA_ERROR_INVALID_DEVICE;);
+	CALL(if (is_gpu(device) && is_gpu(peer)) *can = device != peer && !process_node()->no_peers;
+	     else result = CUDA_ERROR_INVALID_DEVICE;);
 }
 
 EXPORT CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned int flags)

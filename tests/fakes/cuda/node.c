@@ -158,6 +158,7 @@ bool node_read(struct node *node)
 	snprintf(node->driver_version, sizeof node->driver_version, "580.159.04");
 	text_of("driver_version", text, end, node->driver_version, sizeof node->driver_version);
 	node->cuda_version = (int)number_of("cuda_version", text, end, node_driver_branch(node) < 580 ? 12080 : 13000);
+	node->no_peers = (int)number_of("no_peers", text, end, 0);
 	node->context_bytes = (uint64_t)number_of("context_mib", text, end, 64) * MIB;
 	at = value_of("gpus", text, end);
 	while (at && (at = strchr(at, '{')) && node->gpu_count < MAX_GPUS) {

@@ -33,6 +33,7 @@ struct node {
 	char folder[PATH_BYTES]; /* of the ledger of device memory: where the file is, or "ledger_dir" */
 	char driver_version[32];
 	int cuda_version; /* 13000 is 13.0 */
+	int no_peers; /* 1: no GPU can use the memory of another one */
 	uint64_t context_bytes; /* memory of a context on its GPU, in addition to the program's allocations */
 	uint32_t gpu_count;
 	struct gpu gpus[MAX_GPUS];

@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+from tests.fakes.cuda_fake import GpuNode
 from tests.shim.jobs import compile_c, until
 from tests.shim.memory.conftest import Room, Start
 from tests.shim.memory.jobs import DROP, FILL, MIB, OFFLOAD, OPEN, PROGRAMS, READY, refused
@@ -92,13 +93,32 @@ def test_peer_access_survives_offload_and_fill(start_job: Start) -> None:
     assert job.do("access") == "0 3 0 3"
 
 
-def test_memory_is_backed_only_until_a_second_device_is_used(start_job: Start) -> None:
-    """Copies between devices need CUDA's own memory. Memory that was backed before is still offloaded."""
+def test_memory_of_all_devices_is_backed(start_job: Start) -> None:
+    """Each device can use the memory of the other, as copies between them need. All of it is offloaded, and comes back."""
     job = start_job("fill 4")
     assert job.do("access") == "3 0"
     assert job.do("device 1") == "done"
     assert job.do("fill 4") == "done"
-    assert job.do("access") == "3 3 - -"  # libraries that contain a runtime enable peer access unseen by the shim
+    assert job.do("access") == "3 3 3 3"  # libraries that contain a runtime enable peer access unseen by the shim
+    assert job.state().bytes == 8 * MIB
+    assert job.do("device 0") == "done"
+    assert job.do("fill 4") == "done"
+    assert job.state().bytes == 12 * MIB
+    assert job.offload() == 12 * MIB
+    job.come_back()
+    assert job.do("access") == "3 3 3 3 3 3"
+
+
+def test_memory_is_backed_only_until_a_device_is_used_that_cannot_reach_the_others(
+    start_job: Start, node: GpuNode
+) -> None:
+    """Copies between such devices need CUDA's own memory. Memory that was backed before is still offloaded."""
+    node.more["no_peers"] = 1
+    node.write()
+    job = start_job("fill 4")
+    assert job.do("device 1") == "done"
+    assert job.do("fill 4") == "done"
+    assert job.do("access") == "3 0 - -"
     assert job.state().bytes == 4 * MIB
     assert job.do("device 0") == "done"
     for line in ("fill 4", "segments"):
