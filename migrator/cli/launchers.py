@@ -195,6 +195,18 @@ def keeps_ras(environment: Mapping[str, str]) -> str:
     return "" if value == "0" else f"NCCL_RAS_ENABLE={value}"
 
 
+def keep_devices(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Settings with which NCCL, or its plugin for another network, has devices open that the shim cannot close; and the
+    setting that allows a move. A plugin that NCCL finds by itself is not known here: preflight names it."""
+    found = []
+    plugin = environment.get("NCCL_NET_PLUGIN", "none")
+    if plugin not in {"", "none"}:
+        found.append((f"NCCL_NET_PLUGIN={plugin}", "NCCL_NET_PLUGIN=none, with NCCL's own InfiniBand and RoCE,"))
+    if environment.get("NCCL_GDRCOPY_ENABLE", "0") not in {"", "0"}:
+        found.append(("NCCL_GDRCOPY_ENABLE=1", "NCCL_GDRCOPY_ENABLE=0, NCCL's default,"))
+    return found
+
+
 def worker_python(environment: Mapping[str, str], parent: int) -> str:
     """The interpreter that the launcher would have used: the $PYTHON_EXEC it was given, else its own.
 

@@ -151,7 +151,7 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
         if preload:
             prepared = launchers.rank_environment(environment, options.device_memory, nccl_safe=cautious)
             if not options.worker and rank == 0:  # once for a job
-                _warn_of_ras(prepared)
+                _warn_of_nccl(prepared)
             library = _library(prepared, allowed)
             environment = environment if library is None else prepared
         from shim.keeper import home
@@ -209,7 +209,7 @@ def _launch(command: Sequence[str], options: argparse.Namespace) -> int:
     if not options.no_shim:  # before the launcher starts workers that fail, or one warning for each of them
         prepared = launchers.rank_environment(os.environ, options.device_memory, nccl_safe=options.nccl_safe)
         _library(prepared, options.allow_unprotected)
-        _warn_of_ras(prepared)
+        _warn_of_nccl(prepared)
     job = job_name(options.job, command, os.environ) if options.job is not None else None
     environment = launchers.launcher_environment(
         os.environ,
@@ -258,11 +258,19 @@ def _warn_of_work_elsewhere(command: Sequence[str]) -> None:
         )
 
 
-def _warn_of_ras(environment: Mapping[str, str]) -> None:
+def _warn_of_nccl(environment: Mapping[str, str]) -> None:
+    """Of settings with which the job, as it was started, cannot be moved."""
     if setting := launchers.keeps_ras(environment):
         print(
             f"migrator run: warning: {setting}: if the job uses NCCL, its RAS keeps a thread and sockets when communicators"
             " are taken down, so a move of a rank will be undone; unset it, or use --nccl-safe",
+            file=sys.stderr,
+            flush=True,
+        )
+    for setting, instead in launchers.keep_devices(environment):
+        print(
+            f"migrator run: warning: {setting}: RDMA devices that are opened in this way cannot be closed for a move, which"
+            f" is refused while they are open; {instead} allows it",
             file=sys.stderr,
             flush=True,
         )

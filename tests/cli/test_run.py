@@ -352,6 +352,25 @@ def test_ras_that_is_on_is_named_at_the_start_by_one_rank(
     assert ("NCCL_RAS_ENABLE=1: if the job uses NCCL" in ran.err) == warned
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "warned"),
+    [
+        ("NCCL_NET_PLUGIN", "ofi", True),
+        ("NCCL_NET_PLUGIN", "none", False),
+        ("NCCL_GDRCOPY_ENABLE", "1", True),
+        ("NCCL_GDRCOPY_ENABLE", "0", False),
+    ],
+)
+def test_setting_that_keeps_rdma_devices_open_is_named_at_the_start(
+    kept: Kept, migrator: Migrator, monkeypatch: pytest.MonkeyPatch, name: str, value: str, warned: bool
+) -> None:
+    monkeypatch.setenv(name, value)
+    ran = migrator("run", "--", "cmd")
+    assert kept.environment[name] == value
+    assert (f"{name}={value}: RDMA devices that are opened in this way cannot be closed" in ran.err) == warned
+    assert "refused" not in migrator("run", "--rank", "1", "--", "cmd").err  # once for a job
+
+
 @pytest.mark.parametrize(("options", "preset"), [((), "0"), (("--no-shim",), None)])
 def test_nccl_presets_are_set_only_with_the_shim(
     kept: Kept, migrator: Migrator, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], preset: str | None
