@@ -133,7 +133,14 @@ def test_move_is_undone_by_name_if_features_of_nccl_keep_something(nodes: Cluste
     job.await_lines(5)
     result = nodes.move(job.ranks[0], TARGET, expect=UNDONE)
     said = json.dumps(result)
-    named = ("thread of its RAS", "memory of its transport", "NCCL_RAS_ENABLE=0", "NCCL_SHM_DISABLE=1", "--nccl-safe")
+    named = (
+        "a socket of its RAS",
+        "thread of its RAS",
+        "memory of its transport",
+        "NCCL_RAS_ENABLE=0",
+        "NCCL_SHM_DISABLE=1",
+        "--nccl-safe",
+    )
     assert [part for part in named if part not in said] == [], result
     assert result["where"] == "running on source", result
     assert "freeze" not in names(result)
