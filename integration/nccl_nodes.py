@@ -48,19 +48,19 @@ def verbs_dir() -> Path:
 
 
 @contextlib.contextmanager
-def rdma_devices(nodes: Cluster, count: int = 2, *, sysfs: bool = False) -> Iterator[None]:
-    """So many RDMA devices on every node: files in a folder that only the node sees. `sysfs`: the real NCCL needs it."""
+def rdma_devices(nodes: Cluster, count: int = 2) -> Iterator[None]:
+    """So many RDMA devices on every node: files in a folder that only the node sees."""
 
     def everywhere(script: str) -> None:
         for node in nodes.lab.nodes:
             with nodes.lab.spawn(node, ["sh", "-c", script, "sh", str(count)]) as running:
                 assert running.wait(PATIENCE_S) == 0, node
 
-    everywhere(verbs_fake.MAKE_DEVICES + (verbs_fake.MAKE_SYSFS if sysfs else ""))
+    everywhere(verbs_fake.MAKE_DEVICES)
     try:
         yield
     finally:
-        everywhere(("umount --lazy /sys/class; " if sysfs else "") + f"umount --lazy {verbs_fake.FOLDER}")
+        everywhere(f"umount --lazy {verbs_fake.FOLDER}")
 
 
 def rdma_of(pid: int) -> list[str]:

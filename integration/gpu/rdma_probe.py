@@ -20,14 +20,10 @@ from integration.gpu.nccl_probe import START_S, STEP_S, Failed, Rank, attach, cl
 from snapshotd.inprocess import ncclctl
 from tests.fakes import verbs_fake
 
-#: NCCL takes two devices with the same PCI path for two ports of one card.
+#: NCCL expects a PCI path of each device if there are several, and the fake has none in /sys.
 DEVICES = 1
 VARIABLES = {
-    "NCCL_NET": "IB",
-    "NCCL_IB_DISABLE": "0",
-    "NCCL_IB_HCA": "fakeib0",
-    "NCCL_IB_GID_INDEX": "0",
-    "NCCL_NET_GDR_LEVEL": "LOC",
+    **verbs_fake.REAL_NCCL,
     "NCCL_DEBUG": "INFO",
     "NCCL_DEBUG_SUBSYS": "INIT,NET",
     "NCCL_SET_THREAD_NAME": "1",
@@ -37,8 +33,7 @@ VARIABLES = {
 
 
 def start(folder: Path) -> Rank:
-    devices = verbs_fake.with_devices(DEVICES, sysfs=Path("/sys/bus/pci/devices").exists())
-    return Rank(folder, devices, [str(verbs_fake.build())], **VARIABLES)
+    return Rank(folder, verbs_fake.with_devices(DEVICES), [str(verbs_fake.build())], **VARIABLES)
 
 
 def held(rank: Rank) -> list[str]:

@@ -18,6 +18,7 @@ from integration.gpu.test_gpu_nccl import PATIENCE_S, assert_as, ends_well, move
 from integration.harness import Cluster
 from integration.nccl_nodes import rdma_devices, verbs_dir
 from integration.torch_jobs import TorchLab, at_rest
+from tests.fakes import verbs_fake
 
 pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(300), needs_cuda()]
 
@@ -29,15 +30,11 @@ def rdma_lab(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchL
     """Every node has one device, and NCCL must use it. Device memory is not registered with it."""
     variables = {
         "LD_LIBRARY_PATH": ":".join(filter(None, [str(verbs_dir()), os.environ.get("LD_LIBRARY_PATH")])),
-        "NCCL_NET": "IB",
-        "NCCL_IB_DISABLE": "0",
-        "NCCL_IB_HCA": "fakeib0",
-        "NCCL_IB_GID_INDEX": "0",
-        "NCCL_NET_GDR_LEVEL": "LOC",
+        **verbs_fake.REAL_NCCL,
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with rdma_devices(nodes, 1, sysfs=True), at_rest(nodes, RUN_OPTIONS) as lab:
+    with rdma_devices(nodes, 1), at_rest(nodes, RUN_OPTIONS) as lab:
         yield lab
 
 
