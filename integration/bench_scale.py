@@ -30,7 +30,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from integration import scale_job
-from integration.scale_job import JOB, RANKS_PER_NODE, SLOW_S, USER_ID, Layout, Weather, uid
+from integration.scale_job import JOB, RANKS_PER_NODE, USER_ID, Layout, Weather, uid
 from migrator.cluster import Cluster
 from migrator.quiesce.gates import Gates
 from snapshotd.api import snapshotd_pb2 as pb
@@ -147,7 +147,9 @@ def measure(layout: Layout, skew: int, weather: Weather, limit_s: float, seed: i
         try:
             if not ready.wait(60):
                 raise SystemExit("the simulated daemons did not start")
-            return asyncio.run(_drive(folder, layout, skew, weather, limit_s))
+            return asyncio.run(
+                _drive(folder, layout, skew, max(scale_job.delays(layout.ranks, weather, seed)), limit_s)
+            )
         finally:
             server.terminate()
             server.join()
@@ -157,7 +159,7 @@ def _serve(folder: Path, layout: Layout, skew: int, weather: Weather, seed: int,
     asyncio.run(scale_job.serve(folder, scale_job.starts(layout, skew, seed), weather, seed, ready.set))
 
 
-async def _drive(folder: Path, layout: Layout, skew: int, weather: Weather, limit_s: float) -> Result:
+async def _drive(folder: Path, layout: Layout, skew: int, slowest_s: float, limit_s: float) -> Result:
     nodes = {f"node-{number}": f"unix:{folder}/node-{number}" for number in range(layout.ranks // RANKS_PER_NODE)}
     gates = Gates(Cluster(origin="bench", nodes=nodes))
     description = pb.MoveDescription(
@@ -182,7 +184,7 @@ async def _drive(folder: Path, layout: Layout, skew: int, weather: Weather, limi
         skew,
         gates.rounds,
         seconds if reached else None,
-        2 * (SLOW_S if weather.slow else 0.0),
+        2 * slowest_s,
         processor_s,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         max(stalls, default=0.0),

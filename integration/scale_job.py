@@ -132,6 +132,13 @@ class Rank:
                 self.launched[key] += count * (whole + (index < rest))
         for comm in self.place.memberships:  # its creation counts
             self.launched[comm, COLLECTIVE, -1] += 1
+        self._shown = pb.ProcessGate(rank_uid=uid(self.place.rank), rank=self.place.rank, pid=100)
+        self._shown_at: tuple[int, bool] | None = None
+        users = [MAIN, AUTOGRAD] if self.place.layout.turns else [MAIN]
+        self._comms = {
+            comm: self._shown.communicators.add(id=comm, nranks=size, rank=number, state="live", users=users)
+            for comm, (size, number) in self.place.memberships.items()
+        }
 
     def run(self) -> None:
         step = self.place.step
@@ -159,26 +166,22 @@ class Rank:
             ]
 
     def shown(self) -> pb.ProcessGate:
+        """Its report. The message is kept and only changed, because the driver is what is measured."""
         self.run()
-        made = pb.ProcessGate(rank_uid=uid(self.place.rank), rank=self.place.rank, pid=100)
+        if self._shown_at == (self.at, self.closed):
+            return self._shown
+        self._shown_at = self.at, self.closed
+        made, comms = self._shown, self._comms
         if hasattr(made, "passed"):
             made.passed = self.passed
-        users = [MAIN, AUTOGRAD] if self.place.layout.turns else [MAIN]
-        comms = {}
-        for comm, (size, number) in self.place.memberships.items():
-            comms[comm] = made.communicators.add(
-                id=comm,
-                nranks=size,
-                rank=number,
-                state="live",
-                collectives=self.launched[comm, COLLECTIVE, -1],
-                users=users,
-            )
         for (comm, kind, peer), count in self.launched.items():
             if kind == SEND:
                 comms[comm].sent[peer] = count
             elif kind == RECEIVE:
                 comms[comm].received[peer] = count
+            else:
+                comms[comm].collectives = count
+        del made.waiting[:]
         if self.closed:
             thread, group = self.place.step[self.at % len(self.place.step)]
             waiting = made.waiting.add(thread=thread)
@@ -253,12 +256,17 @@ def starts(layout: Layout, skew: int, seed: int) -> list[Rank]:
     return ranks
 
 
+def delays(ranks: int, weather: Weather, seed: int) -> list[float]:
+    """How late each node answers."""
+    random = Random(seed)
+    return [SLOW_S if random.random() < weather.slow else 0.0 for _ in range(0, ranks, RANKS_PER_NODE)]
+
+
 async def serve(folder: Path, ranks: list[Rank], weather: Weather, seed: int, ready: Callable[[], None]) -> None:
     """Serves all nodes, each on a socket of its own in the folder, until it is cancelled."""
-    random, servers = Random(seed), []
-    for number in range(0, len(ranks), RANKS_PER_NODE):
+    servers = []
+    for number, delay_s in zip(range(0, len(ranks), RANKS_PER_NODE), delays(len(ranks), weather, seed), strict=True):
         name = f"node-{number // RANKS_PER_NODE}"
-        delay_s = SLOW_S if random.random() < weather.slow else 0.0
         mine = ranks[number : number + RANKS_PER_NODE]
         node = SimulatedNode(name, mine, delay_s, weather.lost)  # type: ignore[abstract] # other calls: UNIMPLEMENTED
         options = [

@@ -85,12 +85,18 @@ def test_slow_nodes_and_lost_answers_delay_the_cut_and_do_not_prevent_it(tmp_pat
     assert gates.rounds > 1
 
 
+def copied(gate: pb.ProcessGate) -> pb.ProcessGate:
+    made = pb.ProcessGate()
+    made.CopyFrom(gate)
+    return made
+
+
 def test_report_made_from_the_last_one_equals_one_made_anew() -> None:
     layout, random = Layout(tensor=2, data=2, stages=4, turns=True), Random(3)
     ranks = scale_job.starts(layout, skew=5, seed=7)
     for one in ranks:
         one.closed = True
-    reports = {one.place.rank: ProcessReport.of("node-0", one.shown()) for one in ranks}
+    reports = {one.place.rank: ProcessReport.of("node-0", copied(one.shown())) for one in ranks}
     numbers = Numbers()
     numbers.add(reports.values())
     membership = Membership.gather(reports.values(), numbers)
@@ -100,7 +106,7 @@ def test_report_made_from_the_last_one_equals_one_made_anew() -> None:
         thread, _ = one.place.step[one.at % len(one.place.step)]
         world = one.place.comm(0)
         one.permissions = [(thread, (world, scale_job.COLLECTIVE, -1), 1 << 20, one.passed + random.randrange(40))]
-        now = ProcessReport.of("node-0", one.shown())
+        now = ProcessReport.of("node-0", copied(one.shown()))
         now.gate.communicators[random.randrange(10)].users.append(random.randrange(11, 15))
         changed = only_counts(reports[me].gate, now.gate)
         assert changed is not None
