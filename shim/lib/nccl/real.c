@@ -156,48 +156,88 @@ static int memory_file(const char *name)
 	return file < 0 && errno == EINVAL ? memfd_create(name, MFD_CLOEXEC) : file;
 }
 
-/* Loads a copy of the library from a memfd. If name or inode equal those of an earlier copy, perhaps made on another node,
- * the dynamic linker returns that copy. Then another memfd is tried, which has another name and inode. */
+/* A descriptor of the file under which no copy was loaded: the dynamic linker compares names before it opens a file, and the
+ * copies of earlier moves had the same few numbers. -1: there is none. The caller closes it, if it is another one. */
+static int unused_name(int copy, char *name, size_t room)
+{
+	int file = copy;
+
+	while (file >= 0) {
+		void *known;
+		int next;
+
+		snprintf(name, room, "/proc/self/fd/%d", file);
+		known = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
+		if (!known)
+			return file;
+		dlclose(known);
+		next = fcntl(copy, F_DUPFD_CLOEXEC, file + 1);
+		if (file != copy)
+			close(file);
+		file = next;
+	}
+	return -1;
+}
+
+/* Loads a copy of the library from a memfd. If its inode has the number of that of an earlier copy, which was perhaps made on
+ * another node, the dynamic linker returns that copy. Then another memfd is tried. */
 static void *load_copy(char *message, size_t room, int *failed)
 {
-	int copies[8], tries = 0;
+	int copies[8], tries = 0, named = -1;
 	void *library = NULL, *known = NULL;
 	char name[64];
 
 	do {
 		int copy = copies[tries] = memory_file("libnccl.so.2");
 
-		if (copy < 0) {
+		if (copy < 0 || (named = unused_name(copy, name, sizeof(name))) < 0) {
 			*failed = errno;
 			snprintf(message, room, "no memory file for a fresh copy of NCCL: %s", strerror(*failed));
+			if (copy >= 0)
+				close(copy);
 			break;
 		}
 		tries++;
 		*failed = copy_to(copy, message, room);
-		if (*failed)
-			break;
-		snprintf(name, sizeof(name), "/proc/self/fd/%d", copy);
-		known = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
+		known = *failed ? NULL : dlopen(name, RTLD_NOW | RTLD_NOLOAD);
 		if (known) {
 			dlclose(known);
-			continue;
+		} else if (!*failed) {
+			library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+			if (!library) {
+				*failed = ELIBACC;
+				snprintf(message, room, "a fresh copy of %s does not load: %s", path, dlerror());
+			}
 		}
-		library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-		if (!library) {
-			*failed = ELIBACC;
-			snprintf(message, room, "a fresh copy of %s does not load: %s", path, dlerror());
-		}
+		if (named != copy)
+			close(named);
 	} while (known && tries < (int)(sizeof(copies) / sizeof(*copies)));
 	while (tries > 0)
 		close(copies[--tries]);
 	return library;
 }
 
+/* Closes the copies that no thread executes any more. A thread of NCCL may end long after its communicator, and that of an
+ * unused unique id never does. Only copies can be closed; the job loaded the library itself. */
+static void close_unused(struct nccl_instance *newest)
+{
+	for (struct nccl_instance *old = newest->before; old; old = old->before) {
+		int unseen = 0;
+
+		if (old->number == 0 || !old->text_to)
+			continue;
+		if (threads_inside(old->text_from, old->text_to, &unseen) == 0 && !unseen) {
+			dlclose(old->library);
+			old->text_from = old->text_to = 0;
+		}
+	}
+}
+
 int real_load_fresh(char *message, size_t room)
 {
 	struct nccl_instance *old = real_instance(), *fresh;
 	void *library;
-	int failed = 0, unseen = 0;
+	int failed = 0;
 
 	if (!old) {
 		snprintf(message, room, "the process has loaded no NCCL");
@@ -214,11 +254,7 @@ int real_load_fresh(char *message, size_t room)
 	}
 	fresh->before = old;
 	atomic_store_explicit(&current, fresh, memory_order_release);
-	/* If a thread of NCCL is left (an unused unique id has one), the code of the old copy may still run. */
-	if (old->number > 0 && threads_inside(old->text_from, old->text_to, &unseen) == 0 && !unseen) {
-		dlclose(old->library);
-		old->text_from = old->text_to = 0;
-	}
+	close_unused(fresh);
 	return 0;
 }
 

@@ -95,6 +95,34 @@ def test_communicators_of_one_process_with_all_devices_are_rebuilt(job: Job) -> 
     job.stop()
 
 
+def test_fresh_copies_load_beside_others_and_are_closed_later(job: Job) -> None:
+    """A running thread may execute any copy, so none can be closed. Each move then needs a name that no loaded copy has."""
+    job.start("jobs.busy", 2)
+    job.reach(1)
+    gates = job.gates()
+    gate = gates.gates[1]
+    gates.to_the_cut()
+    reports = gates.reports()
+    comms = gates.live(reports)
+    gates.detach(comms)
+
+    def copies() -> int:
+        maps = Path(f"/proc/{gate.pid}/maps").read_text().splitlines()
+        return len([line for line in maps if "memfd:libnccl" in line and " r-xp " in line])
+
+    for _ in range(12):
+        gate.ask(FRESH)
+    assert copies() > 1, "the test has no effect if each could be closed at once"
+    gate.ask(PARK)
+    gate.ask(FRESH)
+    assert copies() == 1
+    gates.attach(reports, comms)
+    gates.all(OPEN)
+    gate.ask(RELEASE)
+    job.reach(max(job.steps()) + 2)
+    job.stop()
+
+
 def test_only_communicators_of_the_moved_rank_are_rebuilt(job: Job) -> None:
     """Communicators that do not contain the moved rank are left alone."""
     job.start("jobs.grid", 4)
