@@ -174,12 +174,25 @@ def _in_notes(notes: bytes) -> bytes | None:
 
 def _loaded(pid: int, libraries: frozenset[str]) -> int | None:
     """The address of the first byte of the library."""
-    names = tuple(map(os.fsencode, libraries))
-    lines = [line for line in maps.read_raw(pid).split(b"\n") if any(name in line for name in names)]
+    lines = _lines_with(maps.read_raw(pid), map(os.fsencode, libraries))
     for mapping in maps.parse(b"\n".join(lines)):
         if mapping.offset == 0 and os.path.basename(mapping.path.removesuffix(maps.DELETED)) in libraries:
             return mapping.start
     return None
+
+
+def _lines_with(text: bytes, names: Iterable[bytes]) -> list[bytes]:
+    """The lines that contain one of the names, in order. Looks for the names, not at every line: a process with hundreds of
+    threads has more than a thousand, and its list is read for every request."""
+    found: dict[int, bytes] = {}
+    for name in names:
+        at = text.find(name)
+        while at != -1:
+            begin, end = text.rfind(b"\n", 0, at) + 1, text.find(b"\n", at)
+            end = len(text) if end == -1 else end
+            found[begin] = text[begin:end]
+            at = text.find(name, end)
+    return [found[begin] for begin in sorted(found)]
 
 
 def _build(library: Path) -> tuple[bytes, int]:

@@ -110,3 +110,11 @@ def test_damaged_record_of_builds_is_made_again(library: Path, tmp_path: Path) -
     assert build_id is not None
     assert builds.offset(build_id) is not None
     assert build_id.hex() in (tmp_path / "shims.json").read_text()
+
+
+def test_lines_of_mappings_are_found_by_name() -> None:
+    text = b"1 a\n2 libx.so\n3 b\n4 liby.so libx.so\n5 c\n6 liby.so"
+    wanted = [b"2 libx.so", b"4 liby.so libx.so", b"6 liby.so"]
+    assert symbols._lines_with(text, [b"liby", b"libx"]) == wanted
+    assert symbols._lines_with(text + b"\n", [b"libx", b"liby"]) == wanted
+    assert symbols._lines_with(b"", [b"libx"]) == []
