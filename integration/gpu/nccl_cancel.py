@@ -21,7 +21,7 @@ from pathlib import Path
 
 from integration.gpu.nccl_probe import PRESETS, ROOT, SHIM
 from snapshotd.api.errors import SnapshotError
-from snapshotd.inprocess import ncclctl
+from snapshotd.inprocess import nccl_lines, ncclctl
 from snapshotd.proc import tree
 
 START_S, STEP_S, WAIT_S = 120.0, 60.0, 5.0
@@ -61,7 +61,7 @@ def cancel_once(ranks: list[tree.Process], comms: list[str]) -> float:
     for process in ranks:
         ncclctl.detach(process, comms, STEP_S)
     ids = {comm: ncclctl.new_id(ranks[0], STEP_S) for comm in comms}
-    lines = [ncclctl.attach_line(comm, ids[comm], untried=True) for comm in comms]
+    lines = [nccl_lines.attach_line(comm, ids[comm], untried=True) for comm in comms]
     given_up = threading.Event()
     cancelled_at = 0.0
 
@@ -86,7 +86,7 @@ def cancel_once(ranks: list[tree.Process], comms: list[str]) -> float:
 
 
 def attach_all(ranks: list[tree.Process], comms: list[str]) -> float:
-    lines = [ncclctl.attach_line(comm, ncclctl.new_id(ranks[0], STEP_S), untried=True) for comm in comms]
+    lines = [nccl_lines.attach_line(comm, ncclctl.new_id(ranks[0], STEP_S), untried=True) for comm in comms]
     failures: list[BaseException] = []
 
     def attach(process: tree.Process) -> None:

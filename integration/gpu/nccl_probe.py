@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from snapshotd.api.errors import SnapshotError
-from snapshotd.inprocess import ncclctl
+from snapshotd.inprocess import nccl_lines, ncclctl
 from snapshotd.proc import tree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,7 +226,7 @@ def fresh(rank: Rank) -> str:
 def attach(rank: Rank) -> str:
     process = rank.process()
     comms = sorted(comm.id for comm in report(rank).comms)
-    lines = [ncclctl.attach_line(comm, ncclctl.new_id(process, STEP_S), untried=False) for comm in comms]
+    lines = [nccl_lines.attach_line(comm, ncclctl.new_id(process, STEP_S), untried=False) for comm in comms]
     ncclctl.attach(process, lines, STEP_S)
     return ", ".join(f"{comm.id} {comm.state}" for comm in report(rank).comms)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from snapshotd.api.errors import Damaged, GpuFailed, NcclFailed, RankGone, SnapshotError, Timeout, Where
-from snapshotd.inprocess import shimctl
+from snapshotd.inprocess import nccl_lines, shimctl
 from snapshotd.inprocess.abi import Command
 from snapshotd.inprocess.mailbox import LIBRARY, Answer
 from snapshotd.proc import maps, tree
@@ -32,9 +32,6 @@ log = logging.getLogger(__name__)
 GATE_S = 5.0
 _ANSWER_BYTES_MAX = 64 << 20
 _LIBRARY = re.compile(rb"/libnccl[^/\n]*$", re.MULTILINE)
-_COMM = re.compile(r"[0-9a-f]{16}")
-_TARGET = re.compile(r"[0-9a-f]{16} [csr] -?[0-9]{1,9} [0-9]{1,19}")
-_UNIQUE_ID = re.compile(r"[0-9a-f]{256}")
 
 #: Why a communicator in this state can never be moved.
 _BROKEN = {
@@ -228,7 +225,7 @@ def _device(report: dict[str, Any]) -> RdmaDevice:
 
 def _counts(report: dict[str, Any]) -> Communicator:
     """The fields that a communicator and an ended one have in common."""
-    if not _COMM.fullmatch(str(report["id"])):
+    if not nccl_lines.COMM.fullmatch(str(report["id"])):
         raise ValueError(f"not the id of a communicator: {report['id']!r}")
     return Communicator(
         id=str(report["id"]),
@@ -246,7 +243,7 @@ def _channel(row: Sequence[Any]) -> ChannelCount:
     comm, kind, peer, count = row
     if kind not in {"c", "s", "r"}:
         raise ValueError(f"no kind of a channel: {kind!r}")
-    return ChannelCount(check_comm(str(comm)), str(kind), int(peer), int(count))
+    return ChannelCount(nccl_lines.check_comm(str(comm)), str(kind), int(peer), int(count))
 
 
 def close(process: tree.Process) -> None:
@@ -255,7 +252,7 @@ def close(process: tree.Process) -> None:
 
 
 def set_targets(process: tree.Process, lines: Sequence[str]) -> None:
-    """Sets how far each channel may continue behind the closed gate: "COMM c|s|r PEER COUNT". See also `permission_line`."""
+    """Sets how far each channel may continue behind the closed gate: "COMM c|s|r PEER COUNT". See nccl_lines.py."""
     _ask(process, Command.NCCL_TARGETS, GATE_S, "take its targets", lines)
 
 
@@ -284,6 +281,15 @@ def _has_gate(process: tree.Process) -> bool:
         return False
 
 
+def has_replaced_its_program(process: tree.Process) -> bool:
+    """Whether a process whose gate was closed has none any more: exec removes it, and the communicators with it. False also
+    if the process does not say."""
+    try:
+        return not _has_gate(process) or not read(process).gate_closed
+    except SnapshotError:
+        return False
+
+
 def detach(process: tree.Process, comms: Sequence[str], timeout_s: float) -> None:
     """Drains these communicators and takes them down. Skips those that the process does not have or that are down."""
     _ask(process, Command.NCCL_DETACH, timeout_s, "take its communicators down", comms)
@@ -302,7 +308,7 @@ def close_devices(process: tree.Process, timeout_s: float) -> None:
 def new_id(process: tree.Process, timeout_s: float) -> str:
     """Makes a unique id, in hex. The process must run until all members have connected to it."""
     found = _ask(process, Command.NCCL_NEW_ID, timeout_s, "make an id")
-    if not _UNIQUE_ID.fullmatch(found):
+    if not nccl_lines.UNIQUE_ID.fullmatch(found):
         raise Damaged(f"process {process.pid} answers with something that is not an id: {found[:80]!r}")
     return found
 
@@ -329,41 +335,11 @@ def load_fresh(process: tree.Process, timeout_s: float) -> None:
 def attach(
     process: tree.Process, lines: Sequence[str], timeout_s: float, given_up: threading.Event | None = None
 ) -> None:
-    """Builds communicators again, in the order of `lines` (see `attach_line`). If it fails none of them is up.
+    """Builds communicators again, in the order of `lines` (nccl_lines.py). If it fails none of them is up.
 
     It waits for the other members. Set `given_up` to end the wait when one of them has failed.
     """
     _ask(process, Command.NCCL_ATTACH, timeout_s, "build its communicators again", lines, given_up)
-
-
-def check_comm(comm: str) -> str:
-    """Checks an id from the wire before it is passed to a process."""
-    if not _COMM.fullmatch(comm):
-        raise Damaged(f"{comm[:40]!r} is not the id of a communicator")
-    return comm
-
-
-def attach_line(comm: str, unique_id: str, *, untried: bool) -> str:
-    """A line for `attach`, from the wire. Untried: two members share a GPU, where an all-reduce may never end."""
-    if not _UNIQUE_ID.fullmatch(unique_id):
-        raise Damaged(f"{unique_id[:40]!r} is not an NCCL id in hex")
-    return f"{check_comm(comm)} {unique_id} {'untried' if untried else 'try'}"
-
-
-def target_line(target: ChannelCount) -> str:
-    """A line for `set_targets`, from the wire."""
-    line = f"{target.comm} {target.kind} {target.peer} {target.count}"
-    if not _TARGET.fullmatch(line):
-        raise Damaged(f"{line[:60]!r} is not a target (COMM c|s|r PEER COUNT)")
-    return line
-
-
-def permission_line(thread: int, passed: int, until: str) -> str:
-    """A line for `set_targets` that lets a thread (0: any) pass with any group until the channel has its target, or until so
-    many groups have passed."""
-    if thread < 0 or passed >= 1 << 63:
-        raise Damaged(f"{thread} and {passed} are not the thread and limit of a permission")
-    return f"permit {thread} {passed} {until}"
 
 
 def _ask(

@@ -11,7 +11,7 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged
-from snapshotd.inprocess import ncclctl
+from snapshotd.inprocess import nccl_lines, ncclctl
 from snapshotd.moves.nccl import gate_processes
 from snapshotd.moves.nccl.membership import membership_of, untried
 from snapshotd.moves.record import GateProcess, Member
@@ -225,11 +225,11 @@ def test_values_from_the_wire_are_checked_before_they_reach_a_process() -> None:
     assert gate_processes.target_line(collective) == f"{WORLD} c -1 12"
     send = pb.ChannelCount(communicator=PAIR, kind=pb.ChannelCount.SEND, peer=3, count=4)
     assert gate_processes.target_line(send) == f"{PAIR} s 3 4"
-    assert ncclctl.attach_line(WORLD, "ab" * 128, untried=False) == f"{WORLD} {'ab' * 128} try"
-    for bad in (ncclctl.ChannelCount(WORLD, "x", 1, 2), ncclctl.ChannelCount("zz", "c", -1, 1)):
+    assert nccl_lines.attach_line(WORLD, "ab" * 128, untried=False) == f"{WORLD} {'ab' * 128} try"
+    for comm, kind in ((WORLD, "x"), ("zz", "c")):
         with pytest.raises(Damaged):
-            ncclctl.target_line(bad)
+            nccl_lines.target_line(comm, kind, 1, 2)
     with pytest.raises(Damaged):
-        ncclctl.attach_line(WORLD, "ab\nff", untried=True)
+        nccl_lines.attach_line(WORLD, "ab\nff", untried=True)
     with pytest.raises(Damaged):
-        ncclctl.check_comm("../../etc")
+        nccl_lines.check_comm("../../etc")

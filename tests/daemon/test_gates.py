@@ -33,6 +33,7 @@ def shims(monkeypatch: pytest.MonkeyPatch) -> Shims:
     shims = Shims()
     for name in ("reports", "read", "close", "open_gate", "set_targets", "detach", "new_id", "attach"):
         monkeypatch.setattr(ncclctl, name, getattr(shims, name))
+    monkeypatch.setattr(ncclctl, "_has_gate", lambda process: True)
     return shims
 
 
@@ -459,6 +460,22 @@ async def test_undo_does_not_wait_for_a_member_that_has_ended(cluster: Cluster) 
     await source.open_all(moving)
     assert cluster.shims.closed == {cluster.process[2]}  # the others opened, and get NCCL's errors
     assert {more for _, more in cluster.shims.of("open")} == {"abandon"}
+
+
+async def test_undo_does_not_wait_for_a_member_that_has_replaced_its_program(cluster: Cluster) -> None:
+    """Its gate and communicators are gone with the program, and it will never be a member again."""
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    replaced = cluster.process[2]
+    cluster.shims.failing_process = replaced
+    with pytest.raises(NcclFailed):
+        await source.put_back(moving)
+    cluster.shims.closed.discard(replaced)
+    await source.put_back(moving)
+    assert "has replaced its program" in moving.failure
+    assert moving.log.record.abandoned
 
 
 async def test_node_that_missed_the_undo_asks_and_opens_its_gates(cluster: Cluster) -> None:

@@ -25,7 +25,7 @@ from snapshotd.api import errors
 from snapshotd.api.errors import Damaged, Denied
 from snapshotd.criu import image_content
 from snapshotd.criu.image_request import Image
-from snapshotd.inprocess import ncclctl, symbols
+from snapshotd.inprocess import nccl_lines, ncclctl, symbols
 from snapshotd.keepers import stdio_state as stdio_states
 from snapshotd.keepers.hello import parse_hello
 from snapshotd.keepers.stdio_state import StdioState
@@ -126,7 +126,7 @@ class _NoLoop:
 def nccl_report(data: bytes) -> None:
     report = ncclctl.parse(os.fsdecode(data))
     for comm in report.comms:
-        ncclctl.check_comm(comm.id)
+        nccl_lines.check_comm(comm.id)
     report.refusals()
 
 

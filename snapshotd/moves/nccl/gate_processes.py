@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, RankGone, Where
-from snapshotd.inprocess import ncclctl
+from snapshotd.inprocess import nccl_lines, ncclctl
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.record import GateProcess
@@ -83,12 +83,12 @@ def _channel(channel: ncclctl.ChannelCount) -> pb.ChannelCount:
 def target_line(target: pb.ChannelCount) -> str:
     """A target from the wire, in the shim's format. Raises Damaged for an invalid one."""
     kind = _LETTERS.get(target.kind, "?")
-    return ncclctl.target_line(ncclctl.ChannelCount(target.communicator, kind, target.peer, target.count))
+    return nccl_lines.target_line(target.communicator, kind, target.peer, target.count)
 
 
 def permission_line(permission: pb.Permission) -> str:
     """The same for a permission."""
-    return ncclctl.permission_line(permission.thread, permission.passed, target_line(permission.until))
+    return nccl_lines.permission_line(permission.thread, permission.passed, target_line(permission.until))
 
 
 async def report(gated: Sequence[GateProcess]) -> pb.GateReport:

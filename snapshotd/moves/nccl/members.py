@@ -11,15 +11,17 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Denied, NcclFailed, RankGone, SnapshotError, Where, WrongState
-from snapshotd.inprocess import ncclctl
+from snapshotd.inprocess import nccl_lines, ncclctl
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, held_copy
 from snapshotd.moves.nccl.gates import GateSteps
+from snapshotd.moves.record import GateProcess
 from snapshotd.moves.steps import step
 from snapshotd.proc import host, tree
 from snapshotd.proc.tree import Process
@@ -62,12 +64,13 @@ class Members:
         """Takes these communicators down in all processes of these ranks here."""
         moving = self.gates.moving(request.move)
         _only_the_source(moving.log, caller)
-        comms = [ncclctl.check_comm(comm) for comm in request.comms]
+        comms = [nccl_lines.check_comm(comm) for comm in request.comms]
         began, limit_s = host.boottime_s(), _limit_s(request.timeout_s, DETACH_S)
         async with moving.lock:
             self.gates.must_be_open(moving)
             found = await in_thread(gate_processes.members, moving.log, request.rank_uids)
-            await all_at_once(lambda each: ncclctl.detach(each.process, comms, limit_s), found)
+            async with _members_only(found):
+                await all_at_once(lambda each: ncclctl.detach(each.process, comms, limit_s), found)
             log.info("move %s: took %d communicators down in %d processes", request.move, len(comms), len(found))
             await reach(Point.DETACHED)
         return pb.DetachReply(comms=len(comms), seconds=host.boottime_s() - began)
@@ -95,7 +98,7 @@ class Members:
 
         Without any communicator it only prepares the held copy, so that no member waits for one that cannot take part.
         """
-        lines = [ncclctl.attach_line(each.comm, each.unique_id, untried=each.untried) for each in request.comms]
+        lines = [nccl_lines.attach_line(each.comm, each.unique_id, untried=each.untried) for each in request.comms]
         began, limit_s = host.boottime_s(), _limit_s(request.timeout_s, ATTACH_S)
         copy = self._copy_of(request.move, request.rank_uids)
         staying = set(request.rank_uids) - ({copy.log.begin.rank_uid} if copy else set())
@@ -181,7 +184,8 @@ class Members:
             self.gates.must_be_open(moving)
             found = await in_thread(gate_processes.members, moving.log, rank_uids)
             await reach(Point.ATTACHING)
-            await _build([each.process for each in found], lines, limit_s, given_up)
+            async with _members_only(found):
+                await _build([each.process for each in found], lines, limit_s, given_up)
 
     def _copy_of(self, move: str, rank_uids: Iterable[str]) -> Moving | None:
         copy = self._held_copy(check_move_id(move))
@@ -190,6 +194,20 @@ class Members:
     def _may_wake(self, copy: Moving) -> None:
         if self._held_copy(copy.log.move) is not copy:  # it was held before this call got the lock
             raise WrongState(f"the copy of move {copy.log.move} is not held here any more", where=Where.UNKNOWN)
+
+
+@asynccontextmanager
+async def _members_only(found: Sequence[GateProcess]) -> AsyncIterator[None]:
+    """Raises RankGone instead of NcclFailed if one of them is no member any more, so that no undo tries for ever."""
+    try:
+        yield
+    except NcclFailed as error:
+        for each in found:
+            if await in_thread(ncclctl.has_replaced_its_program, each.process):
+                raise RankGone(
+                    f"process {each.process.pid} of rank {each.rank} has replaced its program", where=Where.UNKNOWN
+                ) from error
+        raise
 
 
 async def _build(processes: Sequence[Process], lines: Sequence[str], limit_s: float, given_up: threading.Event) -> None:
