@@ -80,6 +80,11 @@ static long kernel(long number, long a, long b, long c)
 
 struct snapshim_mailbox snapshim_mailbox;
 
+int self_pid(void)
+{
+	return 7;
+}
+
 int self_tid(void)
 {
 	return 1;
@@ -198,7 +203,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
 		if (parser & 0x80)
 			stack_pointer(7);
 		else
-			still_there(7);
+			thread_exists(7);
 		break;
 	default:
 		limits((int)(parser >> 3) % RLIM_NLIMITS);

@@ -1,4 +1,4 @@
-"""The lines of requests to the shim about NCCL. Their parts come from the wire, and are checked before a process gets them."""
+"""The lines of requests to the shim about NCCL. Their parts come from the wire, and are checked before they are used."""
 
 from __future__ import annotations
 
