@@ -30,6 +30,17 @@ static bool known(int tid)
 	return false;
 }
 
+/* Threads of the shim and of the CUDA driver. None of them is NCCL's, and they may run at any moment. */
+static bool is_exempt(int tid)
+{
+	if (tid == self_tid() || tid == LOAD(&snapshim_mailbox.thread) || tid == LOAD(&snapshim_mailbox.probe))
+		return true;
+	for (int i = 0; i < SNAPSHIM_EXEMPT_MAX; i++)
+		if (tid == LOAD(&snapshim_mailbox.exempt[i]))
+			return true;
+	return false;
+}
+
 /* The file has "NR args… SP PC" for a thread that waits, "running" for one that does not. */
 static uint64_t stack_pointer(int tid)
 {
@@ -155,7 +166,7 @@ int threads_inside(uint64_t from, uint64_t to, int *unseen)
 		int tid = atoi(task->d_name);
 		uint64_t at;
 
-		if (tid <= 0 || tid == self_tid() || tid == LOAD(&snapshim_mailbox.thread) || known(tid))
+		if (tid <= 0 || is_exempt(tid) || known(tid))
 			continue;
 		at = stack_pointer(tid) & ~(uint64_t)7;
 		if (at)
