@@ -422,6 +422,24 @@ async def test_undo_tries_for_as_long_as_it_takes_behind_closed_gates(
     assert cluster.shims.states() == {"live"}
 
 
+async def test_source_that_an_operator_declared_dead_opens_gates_with_errors(cluster: Cluster) -> None:
+    """The target, which was told, says that nobody builds the communicators again. Without that the gate stays closed."""
+    await cluster.close_all()
+    await cluster.nodes["a"].communicators.detach(cluster.begin())
+    gates = cluster.nodes["b"].gates
+    gate = gates.moves[MOVE]
+    cluster.answers.copy = pb.Copy(state=pb.Copy.DISCARDED)
+    gate.answered_s = -1e9  # the source is silent for long
+    async with gate.lock:
+        await gates._settle_once(gate)
+        assert "communicators are down here" in gate.waiting_for
+        assert cluster.shims.of("open") == []
+        cluster.answers.copy = pb.Copy(state=pb.Copy.DISCARDED, abandoned=True)
+        await gates._settle_once(gate)
+    assert sorted(cluster.shims.of("open")) == sorted([(cluster.pid(1), "abandon"), (cluster.pid(2), "abandon")])
+    assert gate.log.last_mark is Mark.SETTLED
+
+
 async def test_gate_that_is_told_too_early_does_not_open(cluster: Cluster) -> None:
     """Whatever a daemon believes, the process itself refuses, and the next attempt succeeds."""
     await cluster.close_all()
