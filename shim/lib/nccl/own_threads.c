@@ -1,9 +1,9 @@
 /* Finds NCCL's own threads by their stacks, because they are named only if NCCL_SET_THREAD_NAME is set.
  *
  * The result decides whether NCCL is completely detached and whether a library can be unloaded. A thread that runs at that
- * moment has no stack that could be read: it is counted apart, so that the caller can look again. Stacks are read through /proc/self/mem, where memory that has just been unmapped
- * is an error and not a fault. A stack is read up to the end of its mapping, where the guard of the next one begins: with a
- * fixed size, hundreds of threads would cost a MiB each.
+ * moment has no stack that could be read: it is counted apart, so that the caller can look again. Stacks are read through
+ * /proc/self/mem, where memory that has just been unmapped is an error and not a fault. A stack is read up to the end of its
+ * mapping, where the guard of the next one begins: with a fixed size, hundreds of threads would cost a MiB each.
  */
 #define _GNU_SOURCE
 #include "own_threads.h"
@@ -30,10 +30,12 @@ static bool known(int tid)
 	return false;
 }
 
-/* Threads of the shim and of the CUDA driver. None of them is NCCL's, and they may run at any moment. */
+/* The main thread, and those of the shim and of the CUDA driver. None of them is NCCL's, and they may run at any moment. The
+ * main thread's stack may hold old addresses of NCCL's, because it loaded the library. */
 static bool is_exempt(int tid)
 {
-	if (tid == self_tid() || tid == LOAD(&snapshim_mailbox.thread) || tid == LOAD(&snapshim_mailbox.probe))
+	if (tid == getpid() || tid == self_tid() || tid == LOAD(&snapshim_mailbox.thread) ||
+	    tid == LOAD(&snapshim_mailbox.probe))
 		return true;
 	for (int i = 0; i < SNAPSHIM_EXEMPT_MAX; i++)
 		if (tid == LOAD(&snapshim_mailbox.exempt[i]))

@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -70,15 +71,17 @@ class Left:
 
 async def must_be_none(processes: Sequence[Process]) -> None:
     """Raises Undone if NCCL has left something in one of these processes. None of them has a communicator that is up."""
-    deadline, found = host.boottime_s() + LOOK_S, list[Left]()
+    deadline, recent = host.boottime_s() + LOOK_S, deque[list[Left]](maxlen=UNSURE_LOOKS)
     for number in itertools.count(1):
         looks = await all_at_once(look, processes)
         found, unsure = [left for each, _ in looks for left in each], any(unsure for _, unsure in looks)
         if not found and (not unsure or number >= UNSURE_LOOKS):
             return
-        if host.boottime_s() >= deadline:
+        recent.append(found)
+        if found and host.boottime_s() >= deadline:
             break
         await asyncio.sleep(LOOK_EVERY_S)
+    found = list(dict.fromkeys(left for each in recent for left in each))  # a thread that ran is not in every look
     settings = sorted({left.feature.setting for left in found if left.feature.setting})
     how = f"set {' '.join(settings)} for the job, or start it" if settings else "start the job"
     raise Undone(

@@ -54,7 +54,11 @@ def test_nothing_is_left_where_the_features_are_off(job: Job) -> None:
     asyncio.run(leftovers.must_be_none(detached(job, FAKE_NCCL_LEAVES="ras,memory,socket", **off)))
 
 
-def test_threads_of_the_job_that_run_all_the_time_are_not_taken_for_nccl(job: Job) -> None:
+@pytest.mark.parametrize("look_s", [leftovers.LOOK_S, 0.0])  # 0: a node so slow that the time is over after one look
+def test_threads_of_the_job_that_run_all_the_time_are_not_taken_for_nccl(
+    job: Job, monkeypatch: pytest.MonkeyPatch, look_s: float
+) -> None:
+    monkeypatch.setattr(leftovers, "LOOK_S", look_s)
     job.start("jobs.busy", 1)
     job.reach(1)
     gates = job.gates()
