@@ -6,12 +6,15 @@ Requests to shims are recorded in `Shims.said`, in order. Clients call the other
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NcclFailed, NotFound, Unreachable
@@ -261,3 +264,34 @@ class Cluster:
             for moving in node.gates.moves.values():
                 if moving.settling is not None:
                     moving.settling.cancel()
+
+
+def end(process: Process) -> None:
+    process.signal(9)
+    while process.alive():
+        pass
+
+
+@pytest.fixture
+def sleepers() -> Iterator[Iterator[Process]]:
+    running = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
+    yield (Process.of(process.pid) for process in running)
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def shims(monkeypatch: pytest.MonkeyPatch) -> Shims:
+    shims = Shims()
+    for name in ("reports", "read", "close", "open_gate", "set_targets", "detach", "new_id", "attach"):
+        monkeypatch.setattr(ncclctl, name, getattr(shims, name))
+    monkeypatch.setattr(ncclctl, "_has_gate", lambda process: True)
+    return shims
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, shims: Shims, sleepers: Iterator[Process]) -> AsyncIterator[Cluster]:
+    made = Cluster(tmp_path, shims, sleepers)
+    yield made
+    made.stop()

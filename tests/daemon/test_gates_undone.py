@@ -1,0 +1,159 @@
+"""Undoing a move of a job with communicators: what the source builds again, and when gates open."""
+
+from __future__ import annotations
+
+import pytest
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import NcclFailed, Unreachable
+from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.proc import host
+from tests.daemon.gate_doubles import MOVE, Cluster, end
+
+
+async def test_undo_rebuilds_communicators_that_the_targets_copy_had(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    for comms in [cluster.shims.comms[cluster.process[rank]] for rank in (1, 2)]:
+        for member in comms.values():
+            member[2] = "live"  # built with the target's copy, before the move failed
+    cluster.shims.said.clear()
+    await source.put_back(moving)
+    order = [what for what, _, _ in cluster.shims.said]
+    assert order[:3] == ["detach"] * 3
+    assert order[-3:] == ["attach"] * 3
+    assert cluster.shims.states() == {"live"}
+    moving.log.decide(Outcome.ABORT, "a test", "source")
+    await source.open_all(moving)
+    assert cluster.shims.closed == set()
+
+
+async def test_undo_retries_at_once_and_can_be_repeated(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    cluster.shims.failing["attach"] = 1
+    await source.put_back(moving)
+    assert cluster.shims.states() == {"live"}
+    cluster.nodes["b"].reachable = False
+    with pytest.raises(Unreachable):
+        await source.put_back(moving)
+    cluster.nodes["b"].reachable = True
+    await source.put_back(moving)
+    assert moving.failure == ""
+
+
+async def test_undo_tries_for_as_long_as_it_takes_behind_closed_gates(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member cannot be reached for an hour. No gate opens in front of a missing communicator."""
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    cluster.nodes["b"].reachable = False
+    now_s = host.boottime_s()
+    for minute in range(0, 60, 10):
+        monkeypatch.setattr(host, "boottime_s", lambda minute=minute: now_s + 60.0 * minute)
+        with pytest.raises(Unreachable, match="not built again yet, and the gates stay closed"):
+            await source.put_back(moving)
+    gate = cluster.nodes["b"].gates.moves[MOVE]
+    async with gate.lock:
+        await cluster.nodes["b"].gates._settle_once(gate)  # the source is silent for an hour
+    assert "communicators are down here" in gate.waiting_for
+    assert (moving.failure, cluster.shims.of("open")) == ("", [])
+    cluster.nodes["b"].reachable = True
+    await source.put_back(moving)
+    assert cluster.shims.states() == {"live"}
+
+
+async def test_source_that_an_operator_declared_dead_opens_gates_with_errors(cluster: Cluster) -> None:
+    """The target, which was told, says that nobody builds the communicators again. Without that the gate stays closed."""
+    await cluster.close_all()
+    await cluster.nodes["a"].communicators.detach(cluster.begin())
+    gates = cluster.nodes["b"].gates
+    gate = gates.moves[MOVE]
+    cluster.answers.copy = pb.Copy(state=pb.Copy.DISCARDED)
+    gate.answered_s = -1e9  # the source is silent for long
+    async with gate.lock:
+        await gates._settle_once(gate)
+        assert "communicators are down here" in gate.waiting_for
+        assert cluster.shims.of("open") == []
+        cluster.answers.copy = pb.Copy(state=pb.Copy.DISCARDED, abandoned=True)
+        await gates._settle_once(gate)
+    assert sorted(cluster.shims.of("open")) == sorted([(cluster.pid(1), "abandon"), (cluster.pid(2), "abandon")])
+    assert gate.log.last_mark is Mark.SETTLED
+
+
+async def test_gate_that_is_told_too_early_does_not_open(cluster: Cluster) -> None:
+    """Whatever a daemon believes, the process itself refuses, and the next attempt succeeds."""
+    await cluster.close_all()
+    moving = cluster.begin()
+    source, gates = cluster.nodes["a"].communicators, cluster.nodes["b"].gates
+    await source.detach(moving)
+    with pytest.raises(NcclFailed):
+        await gates.open(MOVE, cluster.token("COMMIT"), "operator")
+    assert cluster.shims.closed >= {cluster.process[1], cluster.process[2]}
+    for comms in cluster.shims.comms.values():
+        for member in comms.values():
+            member[2] = "live"
+    assert (await gates.open(MOVE, cluster.token("COMMIT"), "operator")).opened
+
+
+async def test_limit_grows_with_members_and_communicators(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    cluster.nodes["a"].config.nccl_timeout_s = 100
+    cluster.nodes["a"].config.nccl_member_timeout_ms = 2000
+    await source.detach(moving)
+    await source.attach(moving, "a")
+    assert cluster.shims.limits_s == [100 + 2.0 * (3 + 2)] * 3
+
+
+async def test_undo_does_not_wait_for_a_member_that_has_ended(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    end(cluster.process[2])
+    await source.put_back(moving)
+    assert "has ended" in moving.failure
+    moving.log.decide(Outcome.ABORT, "a test", "source")
+    await source.open_all(moving)
+    assert cluster.shims.closed == {cluster.process[2]}  # the others opened, and get NCCL's errors
+    assert {more for _, more in cluster.shims.of("open")} == {"abandon"}
+
+
+async def test_undo_does_not_wait_for_a_member_that_has_replaced_its_program(cluster: Cluster) -> None:
+    """Its gate and communicators are gone with the program, and it will never be a member again."""
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    replaced = cluster.process[2]
+    cluster.shims.failing_process = replaced
+    with pytest.raises(NcclFailed):
+        await source.put_back(moving)
+    cluster.shims.closed.discard(replaced)
+    await source.put_back(moving)
+    assert "has replaced its program" in moving.failure
+    assert moving.log.record.abandoned
+
+
+async def test_node_that_missed_the_undo_asks_and_opens_its_gates(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    moving.log.decide(Outcome.ABORT, "a test", "source")
+    cluster.nodes["b"].reachable = False
+    await cluster.nodes["a"].communicators.open_all(moving)
+    assert cluster.shims.closed == {cluster.process[1], cluster.process[2]}
+    cluster.answers.outcome = pb.Outcome(kind=pb.ABORT, settled=True)
+    gate = cluster.nodes["b"].gates.moves[MOVE]
+    gate.changed.set()
+    assert gate.settling is not None
+    await gate.settling
+    assert cluster.shims.closed == set()
