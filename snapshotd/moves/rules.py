@@ -290,7 +290,8 @@ def gate_next(facts: GateFacts) -> tuple[GateDecision, str]:
     if facts.target in {CopyState.RUNNING, CopyState.ENDED}:
         return GateDecision.LEARN_COMMIT, "the target runs the rank"
     if facts.source is Outcome.ABORT and facts.source_undone:
-        return GateDecision.LEARN_ABORT, "the source has put the rank back"
+        left = "has ended the move without its communicators" if facts.abandoned else "has put the rank back"
+        return GateDecision.LEARN_ABORT, f"the source {left}"
     if facts.abandoned and facts.target in _NO_COPY:
         return GateDecision.LEARN_ABORT, "the source was declared dead, and the target has no copy of the rank"
     if facts.down and (facts.source_unknowing or facts.source_silent):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NcclFailed, Unreachable
+from snapshotd.moves.moving import Moving
 from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.moves.source.departure import Departure
+from snapshotd.moves.source.dump import Dump
 from snapshotd.proc import host
 from tests.daemon.gate_doubles import MOVE, Cluster, end
 
@@ -157,3 +165,98 @@ async def test_node_that_missed_the_undo_asks_and_opens_its_gates(cluster: Clust
     assert gate.settling is not None
     await gate.settling
     assert cluster.shims.closed == set()
+
+
+# ---------------------------------------------------------------- a source that cannot build any more
+
+
+async def thaw_without_the_rank(
+    cluster: Cluster, moving: Moving, folder: Path, monkeypatch: pytest.MonkeyPatch, entry: Any
+) -> None:
+    """ABORT stands on the source, whose rank cannot be a member again. `entry` is what is known of its keeper."""
+
+    async def nothing(*arguments: Any) -> None:
+        return
+
+    monkeypatch.setattr(Dump, "sweep", nothing)
+    source: Any = cluster.nodes["a"]
+    source.config.image_dir = folder / "images"
+    source.caches_left, source.lost = {}, nothing
+    source.ranks.get = lambda uid, role: entry
+    moving.log.mark(Mark.BEGUN, cgroup=str(folder / "no-cgroup"))
+    moving.log.decide(Outcome.ABORT, "a test", "source")
+    await Departure(source, source.communicators).thaw(moving)
+
+
+@pytest.mark.parametrize("lost", ["keeper died", "node rebooted", "cgroup is gone"])
+async def test_source_that_has_lost_the_rank_opens_gates_with_errors(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Nobody builds the communicators again. The other ranks must get NCCL's errors, not hang."""
+    await cluster.close_all()
+    moving = cluster.begin()
+    await cluster.nodes["a"].communicators.detach(moving)
+    cgroup = str(tmp_path / "no-cgroup")
+    entry = SimpleNamespace(cgroup=cgroup, keeper_alive=lambda: lost != "keeper died", link=None, moving=MOVE)
+    await thaw_without_the_rank(cluster, moving, tmp_path, monkeypatch, None if lost == "node rebooted" else entry)
+    assert moving.log.last_mark is Mark.SETTLED
+    assert moving.log.known.abandoned
+    assert "can never be built again" in moving.log.known.failure
+    assert not cluster.shims.closed & {cluster.process[1], cluster.process[2]}
+    assert {more for _, more in cluster.shims.of("open")} == {"abandon"}
+
+
+async def test_source_whose_communicators_are_up_opens_gates_without_errors(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank is lost before its communicators were taken down: nothing is abandoned."""
+    await cluster.close_all()
+    moving = cluster.begin()
+    await thaw_without_the_rank(cluster, moving, tmp_path, monkeypatch, None)
+    assert (moving.log.last_mark, moving.log.known.abandoned) == (Mark.SETTLED, False)
+    assert {more for _, more in cluster.shims.of("open")} == {None}
+
+
+@pytest.mark.parametrize("how", ["asks", "has the source's token", "has learned it before a restart"])
+async def test_gate_gives_up_communicators_that_a_settled_source_left_down(cluster: Cluster, how: str) -> None:
+    """As a source of an older version does, which does not say that it has abandoned them."""
+    await cluster.close_all()
+    await cluster.nodes["a"].communicators.detach(cluster.begin())
+    gates = cluster.nodes["b"].gates
+    gate = gates.moves[MOVE]
+    cluster.answers.outcome = pb.Outcome(kind=pb.ABORT, settled=True)
+    if how == "has the source's token":
+        with contextlib.suppress(NcclFailed):
+            await gates.open(MOVE, cluster.token("ABORT"), "a")
+    elif how == "has learned it before a restart":
+        gate.log.decide(Outcome.ABORT, "the source has put the rank back", "source")
+        with contextlib.suppress(NcclFailed):
+            async with gate.lock:
+                await gates._settle_once(gate)
+    async with gate.lock:
+        await gates._settle_once(gate)
+    assert gate.log.last_mark is Mark.SETTLED
+    assert not cluster.shims.closed & {cluster.process[1], cluster.process[2]}
+
+
+@pytest.mark.parametrize("learned", [False, True])
+async def test_gate_stays_closed_while_the_source_still_builds(cluster: Cluster, learned: bool) -> None:
+    """ABORT is recorded at once, and the source builds after that. Only SETTLED is the end of it."""
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    gates = cluster.nodes["b"].gates
+    gate = gates.moves[MOVE]
+    if learned:
+        gate.log.decide(Outcome.ABORT, "a test", "source")
+    for answer in (pb.Outcome(kind=pb.UNDECIDED), pb.Outcome(kind=pb.ABORT), None):
+        cluster.answers.outcome = answer
+        with contextlib.suppress(NcclFailed):
+            async with gate.lock:
+                await gates._settle_once(gate)
+        assert not gate.log.record.abandoned
+        assert cluster.shims.closed >= {cluster.process[1], cluster.process[2]}
+    if not learned:
+        await source.put_back(moving)
+        assert cluster.shims.states() == {"live"}

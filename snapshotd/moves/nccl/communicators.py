@@ -114,15 +114,23 @@ class Communicators:
                 await self.attach(moving, self.node.config.node)
                 return
             except RankGone as error:
-                moving.failure = f"its communicators can never be built again: {error.message}"
-                log.error("rank %s: %s; the job continues without them", moving.log.begin.rank, moving.failure)
-                await in_thread(moving.log.mark, moving.log.last_mark, abandoned=True)
+                await self.give_up_building(moving, error.message)
                 return
             except SnapshotError as error:
                 if not again:
                     kept = f"its communicators are not built again yet, and the gates stay closed: {error.message}"
                     raise type(error)(kept, remedy=error.advice, where=error.where) from error
                 log.warning("building the communicators again: %s", error.message)
+
+    async def give_up_building(self, moving: Moving, why: str) -> None:
+        """A member has ended: communicators that are down stay down. Gates open all the same, and the job gets errors."""
+        if moving.log.record.communicators is None:
+            return
+        unbuilt = f"its communicators can never be built again: {why}"
+        if unbuilt not in moving.failure:  # this may be repeated
+            moving.failure = "; ".join(filter(None, (moving.failure, unbuilt)))
+        log.error("rank %s: %s; the job continues without them", moving.log.begin.rank, unbuilt)
+        await in_thread(moving.log.mark, moving.log.last_mark, abandoned=True)
 
     async def open_all(self, moving: Moving) -> None:
         """Sends every node the token that opens its gates. Best effort: a node that is not reached asks later."""

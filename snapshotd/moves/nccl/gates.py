@@ -179,7 +179,7 @@ class GateSteps(Steps):
         """Opens the gates here, except that of a rank that has moved: its target opens it; the copy here never runs again.
 
         A process refuses while one of its communicators is not attached. Then the gates stay closed, and source and target
-        are asked whether it is abandoned.
+        are asked whether it is abandoned: then the next attempt succeeds.
         """
         await reach(Point.BEFORE_OPEN)
         move_log = moving.log
@@ -211,6 +211,9 @@ class GateSteps(Steps):
                 return GateFacts(moving.log.last_mark, None)
             outcome, abandoned = Outcome(pb.OutcomeKind.Name(answer.kind)), answer.abandoned
             undone = outcome is Outcome.ABORT and answer.settled
+            # A source is settled only after it has built all that it will ever build. What is down now stays down. It says
+            # so itself, unless it is of an older version. The order matters: its answer first, then the state here.
+            abandoned = abandoned or (undone and await self._down(moving.log))
             if outcome is Outcome.COMMIT and answer.where == Where.TARGET_RUNNING.value:
                 return GateFacts(moving.log.last_mark, None, outcome, target=CopyState.RUNNING, abandoned=abandoned)
         except NotFound:

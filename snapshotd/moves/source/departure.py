@@ -90,6 +90,8 @@ class Departure:
             await self.communicators.put_back(moving)
             if move_log.last_mark is not Mark.BEGUN:
                 await self._replace_relay_key(entry)
+        else:
+            await self.communicators.give_up_building(moving, "the rank that was to move has ended")
         await self._close(moving)
         await self.communicators.open_all(moving)
 
