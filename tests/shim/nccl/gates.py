@@ -18,6 +18,7 @@ from typing import Any
 from migrator.quiesce.cut import Channel, Cut, Decision, Report, next_targets
 from snapshotd.inprocess import abi, shimctl
 from snapshotd.proc import tree
+from tests.shim.jobs import until
 
 PARK, RELEASE = abi.Command.PARK, abi.Command.RELEASE
 ROOM, CLOSE, TARGETS = abi.Command.NCCL_ROOM, abi.Command.NCCL_CLOSE, abi.Command.NCCL_TARGETS
@@ -94,6 +95,20 @@ class Gate:
     def ask(self, command: int, text: str = "", timeout_s: float = 20.0) -> str:
         return self.finish(self.send(command, text, timeout_s))[1].decode()
 
+    def until_idle(self) -> None:
+        """Waits for a command that was given up: until it has ended, others that call NCCL are refused."""
+
+        def idle() -> bool:
+            try:
+                self.ask(DEVICES)
+            except Refused as refused:
+                if refused.status != errno.EBUSY:
+                    raise
+                return False
+            return True
+
+        until(idle, "the earlier command has ended")
+
     def report(self) -> dict[str, Any]:
         reply: dict[str, Any] = json.loads(self.ask(REPORT))
         return reply
@@ -133,8 +148,8 @@ class Gates:
         """Closes all gates and lets the ranks run until all are at one cut."""
         self.all(CLOSE)
         cut: Cut | None = None
-        until = time.monotonic() + patience_s
-        while time.monotonic() < until:
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
             reports = self.reports()
             cut = next_targets(self._as_reports(reports), cut)
             if cut.decision is Decision.REACHED and not any(report["calling"] for report in reports):
@@ -202,8 +217,8 @@ class Gates:
         texts = []
         for rank in range(len(self.gates)):
             told = [line for channel, count in cut.targets.items() for line in lines(rank, channel, count)]
-            for thread, channel, until, passed in cut.permissions.get(rank, ()):
-                told += [f"permit {thread or 0} {passed} {line}" for line in lines(rank, channel, until)]
+            for thread, channel, count, passed in cut.permissions.get(rank, ()):
+                told += [f"permit {thread or 0} {passed} {line}" for line in lines(rank, channel, count)]
             texts.append("\n".join(told))
         return texts
 

@@ -76,6 +76,8 @@ def cancel_an_attach(gates: Gates) -> None:
         gate.cancel(number)
         with pytest.raises(Refused):
             gate.finish(number)
+        gate.until_idle()
+        assert {comm["state"] for comm in gate.report()["comms"]} == {"detached"}
     gates.attach(reports, comms)
 
 
