@@ -22,6 +22,7 @@
 #include "command.h"
 #include "device.h"
 #include "gate.h"
+#include "ids.h"
 #include "redops.h"
 #include "registrations.h"
 
@@ -147,9 +148,11 @@ static int init_all(struct nccl_job *job, struct attempt *attempt, struct nccl_i
 		return job_fails(job, job_in_time(job) ? EIO : ETIMEDOUT,
 				 "ncclCommInitRank of %zu communicators failed with NCCL error %d%s", attempt->count,
 				 (int)result, job_in_time(job) ? "" : " after the time was up");
-	for (size_t i = 0; i < attempt->count; i++)
+	for (size_t i = 0; i < attempt->count; i++) {
 		if (wait_ready(job, &attempt->members[i], instance, "initialisation"))
 			return job->status;
+		id_used(&attempt->members[i].id, 1); /* not before: its thread waits until all members have come */
+	}
 	return 0;
 }
 

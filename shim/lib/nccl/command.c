@@ -13,6 +13,7 @@
 #include "core/shim.h"
 #include "device.h"
 #include "gate.h"
+#include "ids.h"
 #include "rdma.h"
 
 static int fail_late(struct nccl_job *job)
@@ -102,6 +103,7 @@ static int new_id(struct nccl_job *job)
 	result = REAL(instance, ncclGetUniqueId, ncclResult_t (*)(ncclUniqueId *))(&id);
 	if (result != ncclSuccess)
 		return job_fails(job, EIO, "ncclGetUniqueId failed with NCCL error %d", (int)result);
+	id_made(&id); /* until a communicator was attached with it */
 	job->reply = malloc(2 * sizeof(id) + 1);
 	if (!job->reply)
 		return job_fails(job, ENOMEM, "no memory");

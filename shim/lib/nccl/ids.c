@@ -4,15 +4,29 @@
 
 #include "calls.h"
 
-#define IDS 64
+#define IDS 1024 /* of those that are not used: each has a thread and a socket */
 
 static _Atomic uint64_t made[IDS]; /* hashes; 0: used, or none */
-static _Atomic unsigned int next;
+
+static uint64_t hash_of(const ncclUniqueId *id)
+{
+	return hash_bytes(0, id, sizeof(*id)) | 1;
+}
+
+void id_made(const ncclUniqueId *id)
+{
+	for (int i = 0; i < IDS; i++) {
+		uint64_t none = 0;
+
+		if (atomic_compare_exchange_strong(&made[i], &none, hash_of(id)))
+			return;
+	}
+}
 
 void id_used(const ncclUniqueId *ids, size_t count)
 {
 	for (size_t k = 0; k < count; k++) {
-		uint64_t hash = hash_bytes(0, &ids[k], sizeof(*ids)) | 1;
+		uint64_t hash = hash_of(&ids[k]);
 
 		for (int i = 0; i < IDS; i++)
 			if (atomic_load(&made[i]) == hash)
@@ -48,6 +62,6 @@ PROFILED(ncclResult_t, ncclGetUniqueId, ncclUniqueId *id)
 	if (!inside)
 		ask_end(thread);
 	if (!inside && result == ncclSuccess)
-		atomic_store(&made[atomic_fetch_add(&next, 1) % IDS], hash_bytes(0, id, sizeof(*id)) | 1);
+		id_made(id);
 	return result;
 }

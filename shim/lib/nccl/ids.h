@@ -4,8 +4,9 @@
 
 #include "types.h"
 
+void id_made(const ncclUniqueId *id);
 void id_used(const ncclUniqueId *ids, size_t count);
-/* How many of the most recent ones were not used in this process. */
+/* How many were not used in this process. */
 int ids_unused(void);
 
 #endif

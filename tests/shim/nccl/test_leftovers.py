@@ -9,7 +9,9 @@ import pytest
 from snapshotd.api.errors import GpuFailed, Undone
 from snapshotd.moves.nccl import leftovers
 from snapshotd.proc import tree
+from tests.shim.jobs import until
 from tests.shim.nccl.conftest import Job
+from tests.shim.nccl.gates import ATTACH, NEW_ID, OPEN, Refused
 
 
 def detached(job: Job, **environment: str) -> list[tree.Process]:
@@ -66,6 +68,31 @@ def test_threads_of_the_job_that_run_all_the_time_are_not_taken_for_nccl(
     gates.detach(gates.live(gates.reports()))
     process = tree.Process.of(job.processes[0].pid)
     asyncio.run(leftovers.must_be_none([process]))
+
+
+def test_threads_of_ids_whose_attach_failed_are_explained(job: Job) -> None:
+    job.start("jobs.plain", 2, NCCL_RAS_ENABLE="0")
+    job.reach(1)
+    gates = job.gates()
+    gates.to_the_cut()
+    reports = gates.reports()
+    comms = gates.live(reports)
+    gates.detach(comms)
+    maker = gates.gates[0]
+    maker.ask(NEW_ID)  # never attached with
+    number = maker.send(ATTACH, gates.attach_lines(reports, comms), timeout_s=3600.0)
+    maker.cancel(number)
+    with pytest.raises(Refused):
+        maker.finish(number)
+    maker.until_idle()
+    until(lambda: maker.report()["nccl_threads"] > 0, "an id's thread is seen")
+    asyncio.run(leftovers.must_be_none([tree.Process.of(maker.pid)]))
+    assert maker.report()["ids_unused"] == 2
+    gates.attach(reports, comms)
+    assert maker.report()["ids_unused"] == 2, "the id of an attach that succeeded has no thread"
+    gates.all(OPEN)
+    job.reach(max(job.steps()) + 2)
+    job.stop()
 
 
 def test_failed_checkpoint_names_features_whose_memory_only_the_driver_knows(job: Job) -> None:
