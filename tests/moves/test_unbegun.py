@@ -224,3 +224,36 @@ async def test_operator_cannot_drop_a_held_copy_without_a_token(target: TargetSt
     with pytest.raises(WrongState, match="may have a whole copy"):
         await target.discard(MOVE, b"", "operator alice")
     assert outcome(moving) is None
+
+
+@pytest.mark.parametrize("ended_by", ["silence", "operator", "source"])
+async def test_source_is_declared_dead_after_the_target_has_dropped_the_move(
+    target: TargetSteps, other: Other, monkeypatch: pytest.MonkeyPatch, ended_by: str
+) -> None:
+    """Gates ask the target whether communicators are abandoned. The declaration is all that can open them, also when the
+    target needs it no more, and it is kept over a restart."""
+    moving = prepared(target)
+    other.outcome = SILENT
+    match ended_by:
+        case "silence":
+            monkeypatch.setattr(settling, "NEVER_BEGAN_S", 0.0)
+            await target.settle_once(moving)
+        case "operator":
+            await target.discard(MOVE, b"", "operator alice")
+        case "source":
+            other.outcome = pb.Outcome(kind=pb.ABORT, reason="a test")
+            await target.settle_once(moving)
+            other.outcome = SILENT
+    assert moving.log.last_mark is Mark.DISCARDED
+    before = outcome(moving)
+    moving.log.fold()
+    del target.moves[MOVE]
+    assert not (await target.copy_state(MOVE, "node-1")).abandoned
+    for _ in range(2):  # repeated
+        assert not (await target.declare_source_dead(MOVE, "operator alice")).running
+    answer = await target.copy_state(MOVE, "node-1")
+    assert (answer.state, answer.abandoned) == (pb.Copy.DISCARDED, True)
+    assert before is not None
+    assert (found := target.journal.get(MOVE).outcome) is not None
+    assert (found.outcome, found.decided_by) == (Outcome.ABORT, before.decided_by)
+    assert Journal(target.journal.folder.parent).get(MOVE).known.abandoned

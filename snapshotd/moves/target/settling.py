@@ -151,7 +151,7 @@ class TargetSettling(Steps):
         return moving.log.last_mark is Mark.PREPARED and not arriving and silent_s >= NEVER_BEGAN_S
 
     async def learn(self, moving: Moving, outcome: Outcome, reason: str, by: str, *, abandoned: bool = False) -> None:
-        if abandoned and moving.log.outcome is None:
+        if abandoned and not moving.log.known.abandoned:  # also if the move has ended here: gates may still ask
             await in_thread(moving.log.mark, moving.log.last_mark, abandoned=True)
         standing = await in_thread(moving.log.decide, outcome, reason, by)
         if standing.outcome is not outcome:
