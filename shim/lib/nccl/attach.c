@@ -319,14 +319,14 @@ static void abort_calls(struct attempt *attempt, struct nccl_instance *instance)
 	}
 }
 
-void attach_cancel(void)
+void attach_cancel(const struct nccl_job *job)
 {
 	struct nccl_instance *instance = real_instance();
 	struct attempt *attempt;
 	uint64_t before;
 
 	nccl_lock(&before);
-	attempt = under_way;
+	attempt = under_way && under_way->job == job->number ? under_way : NULL;
 	if (attempt)
 		atomic_fetch_add(&attempt->holders, 1);
 	nccl_unlock(&before);

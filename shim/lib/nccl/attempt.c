@@ -65,6 +65,7 @@ struct attempt *attempt_begin(struct nccl_job *job)
 		return NULL;
 	}
 	atomic_store(&attempt->holders, 1);
+	attempt->job = job->number;
 	while (!failed && (line = job_line(&rest))) {
 		char hex[300], how[8];
 		unsigned long id;

@@ -21,6 +21,7 @@ enum { WORKER = 0, INSIDE_A_CALL = 1, CANCELLED = 2, LEFT = 3 };
 
 struct attempt {
 	_Atomic int holders;
+	uint64_t job; /* its number */
 	size_t count;
 	struct member members[];
 };

@@ -244,7 +244,7 @@ void *job_run(void *given)
 void *job_cancel(void *given)
 {
 	set_signal_mask(~((uint64_t)1 << (SNAPSHIM_SIGNAL - 1)));
-	attach_cancel();
+	attach_cancel(given);
 	job_let_go(given);
 	return NULL;
 }

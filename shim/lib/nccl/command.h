@@ -45,8 +45,8 @@ int job_fails(struct nccl_job *job, int status, const char *format, ...) __attri
 /* detach.c, attach.c, report.c: 0 or an errno. Each can be repeated. */
 int detach(struct nccl_job *job);
 int attach(struct nccl_job *job);
-/* Aborts the call that blocks an attach. */
-void attach_cancel(void);
+/* Aborts the call that blocks this job's attach. If that has ended meanwhile, another one may be under way. */
+void attach_cancel(const struct nccl_job *job);
 int report(struct nccl_job *job);
 
 /* The next line of the request; NULL at the end. */
