@@ -169,9 +169,13 @@ static int try_member(struct nccl_job *job, struct member *member, struct nccl_i
 	ncclResult_t result = ncclSuccess;
 	bool in_time;
 
-	if (device_pair_make(&pair, entered, atomic_load(&member->comm->rank) + 1, member->comm->trial) != 0)
+	if (device_pair_make(&pair, entered, atomic_load(&member->comm->rank) + 1, member->comm->trial) != 0) {
+		device_pair_free(&pair); /* what there is of it */
+		if (entered)
+			device_leave(device);
 		return job_fails(job, ENOMEM, "no device memory to try communicator %016lx with",
 				 (unsigned long)member->comm->id);
+	}
 	in_time = enter_call(job, member);
 	if (in_time)
 		result = REAL(instance, ncclAllReduce, all_reduce)(pair.memory, pair.memory + 4, 1, ncclInt32, ncclSum,

@@ -134,23 +134,23 @@ static struct rdma_context *find(const void *context)
 
 static void remember(struct ibv_context *context, const void *caller)
 {
+	struct nccl_instance *instance = real_containing(caller);
 	struct rdma_context *entry;
 	uint64_t before;
 	Dl_info info;
+	/* A fresh copy of NCCL is loaded from a descriptor and has no name. dladdr takes the dynamic linker's lock, which a
+	 * thread that waits for ours may have. */
+	const char *owner = instance ? real_path() : dladdr(caller, &info) && info.dli_fname ? info.dli_fname : "?";
 
 	nccl_lock(&before);
 	entry = find(NULL);
 	if (entry) { /* if there is none left, the device has no known owner */
 		memset(entry, 0, sizeof(*entry));
-		entry->instance = real_containing(caller);
+		entry->instance = instance;
 		entry->commands = context->commands;
 		entry->events = context->events;
 		snprintf(entry->device, sizeof(entry->device), "%.63s", context->device ? context->device->name : "?");
-		/* A fresh copy of NCCL is loaded from a descriptor and has no name. */
-		snprintf(entry->owner, sizeof(entry->owner), "%s",
-			 entry->instance                         ? real_path() :
-			 dladdr(caller, &info) && info.dli_fname ? info.dli_fname :
-								   "?");
+		snprintf(entry->owner, sizeof(entry->owner), "%s", owner);
 		STORE(&entry->context, context);
 	}
 	nccl_unlock(&before);
