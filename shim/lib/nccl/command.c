@@ -170,12 +170,21 @@ static int load_fresh(struct nccl_job *job)
 	return failed ? job_fails(job, failed, "%s", message) : 0;
 }
 
-/* If the RDMA devices of the current instance were closed under it, no call may reach it any more. */
-static int renew(struct nccl_job *job)
+static bool is_released(void)
 {
 	struct nccl_instance *instance = real_instance();
 
-	return instance && LOAD(&instance->released) ? load_fresh(job) : 0;
+	return instance && LOAD(&instance->released);
+}
+
+/* If the RDMA devices of the current instance were closed under it, no call may reach it any more. */
+static int renew(struct nccl_job *job)
+{
+	if (!is_released())
+		return 0;
+	if (job_claim_loading(job))
+		return job->status;
+	return is_released() ? load_fresh(job) : 0; /* another command may have done it */
 }
 
 static int close_devices(struct nccl_job *job)
@@ -205,7 +214,7 @@ static int act(struct nccl_job *job)
 	case SNAPSHIM_NCCL_NEW_ID:
 		return renew(job) ? job->status : new_id(job);
 	case SNAPSHIM_NCCL_FRESH:
-		return load_fresh(job);
+		return job_claim_loading(job) ? job->status : load_fresh(job);
 	case SNAPSHIM_NCCL_CLOSE_DEVICES:
 		return close_devices(job);
 	case SNAPSHIM_NCCL_DEVICES:

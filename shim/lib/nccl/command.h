@@ -34,7 +34,9 @@ void *job_cancel(void *job);
 /* job.c */
 void job_let_go(struct nccl_job *job);
 bool job_claim(struct nccl_job *job); /* false: another command still calls NCCL */
-void job_over(struct nccl_job *job);  /* the next command that calls NCCL may begin */
+/* Before a copy of NCCL is loaded, because commands that open the gate are not exclusive. 0, or the job has failed. */
+int job_claim_loading(struct nccl_job *job);
+void job_over(struct nccl_job *job); /* the next command that calls NCCL may begin */
 void jobs_forget(void);
 
 /* Whether to continue: time is left, and the control thread still waits. */

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "command.h"
 
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +11,10 @@
 
 #include "core/shim.h"
 
+#define LOOK_AGAIN_US 500
+
 static struct nccl_job *_Atomic busy; /* the command that calls NCCL now */
+static struct nccl_job *_Atomic loader; /* the command that may load a copy of NCCL */
 
 bool job_claim(struct nccl_job *job)
 {
@@ -19,14 +23,31 @@ bool job_claim(struct nccl_job *job)
 	return atomic_compare_exchange_strong(&busy, &none, job);
 }
 
+int job_claim_loading(struct nccl_job *job)
+{
+	struct nccl_job *none = NULL;
+
+	while (!atomic_compare_exchange_strong(&loader, &none, job)) {
+		if (!job_in_time(job))
+			return job_fails(job, ETIMEDOUT, "an earlier command still loads a fresh copy of NCCL");
+		none = NULL;
+		pause_us(LOOK_AGAIN_US);
+	}
+	return 0;
+}
+
 void job_over(struct nccl_job *job)
 {
-	atomic_compare_exchange_strong(&busy, &job, NULL);
+	struct nccl_job *calls = job, *loads = job;
+
+	atomic_compare_exchange_strong(&loader, &loads, NULL);
+	atomic_compare_exchange_strong(&busy, &calls, NULL);
 }
 
 void jobs_forget(void)
 {
 	atomic_store(&busy, NULL);
+	atomic_store(&loader, NULL);
 }
 
 bool job_in_time(const struct nccl_job *job)

@@ -105,6 +105,33 @@ def test_a_gate_that_abandons_its_communicators_leaves_no_closed_devices_behind(
     assert [report["instance"] for report in gates.reports()] == [1, 1]
 
 
+def test_commands_that_overlap_load_one_fresh_copy(job: Job, tmp_path: Path) -> None:
+    """A command whose time is up still loads its copy when the next one comes."""
+    source = tmp_path / "slow.c"
+    source.write_text(
+        "#define _GNU_SOURCE\n#include <sys/syscall.h>\n#include <unistd.h>\n"
+        "int memfd_create(const char *name, unsigned int flags);\n"
+        "int memfd_create(const char *name, unsigned int flags) { usleep(300000);\n"
+        "return (int)syscall(SYS_memfd_create, name, flags); }\n"
+    )
+    slow = compile_c(source, tmp_path / "slow.so", "-shared", "-fPIC")
+    gates = start(job, "jobs.grid", 2, LD_PRELOAD=f"{slow} {job.built / 'libsnapshim.so'}")
+    reports, comms = down(gates)
+    gate = gates.gates[0]
+    gate.ask(CLOSE_DEVICES)
+    for _ in range(2):
+        with pytest.raises(Refused):
+            gate.ask(OPEN, timeout_s=0.05)
+    with pytest.raises(Refused, match="is not attached: the gate stays closed"):
+        gate.ask(OPEN, timeout_s=60.0)
+    maps = Path(f"/proc/{gate.pid}/maps").read_text().splitlines()
+    assert len([line for line in maps if "memfd:libnccl" in line and " r-xp " in line]) == 1
+    gates.attach(reports, comms)
+    assert gate.report()["instance"] == 1
+    go_on(job, gates)
+    job.stop()
+
+
 def test_devices_in_use_are_not_closed(job: Job) -> None:
     gates = start(job, "jobs.grid", 2)
     with pytest.raises(Refused, match="the gate is open"):
