@@ -192,6 +192,13 @@ def _remedy(move: Move, silent: dict[str, SnapshotError]) -> str:
         )
     if move.outcome == pb.UNDECIDED:
         return f"its driver may be at work; `migrator recover {move.id}` undoes it now"
+    if move.outcome == pb.ABORT and move.source is not None and not move.source.ended:
+        # Communicators of an NCCL job need every member: no declaration replaces a node that has one.
+        nodes = ", ".join(sorted(silent)) or "a node"
+        return (
+            f"usually nothing: the daemons clean up alone. If it waits for {nodes} to build communicators again, bring that "
+            "node back; if it is dead for good, end the job, which cannot continue without them"
+        )
     return "nothing: the daemons clean up alone"
 
 

@@ -107,6 +107,23 @@ def test_unreachable_source_needs_the_operator(halfway: FakeCluster, migrator: M
     assert changes(halfway) == {}
 
 
+@pytest.mark.parametrize("dead", ["node-2", ""])
+def test_undo_that_waits_for_a_node_is_not_said_to_end_alone(
+    halfway: FakeCluster, migrator: Migrator, dead: str
+) -> None:
+    """A node with other ranks of the job is dead: nobody can build their communicators again."""
+    record = halfway["node-1"].moves[0]
+    record.outcome, record.waiting_for = pb.ABORT, "its communicators are not built again yet: on node-2: no answer"
+    halfway["node-1"].failures["Abort"] = WrongState("it is not undone yet")
+    if dead:
+        halfway.stop(dead)
+    (move,) = migrator("recover", "--json").json["moves"]
+    assert "end the job" in move["remedy"]
+    assert "is-dead" not in move["remedy"]
+    assert dead in move["remedy"]
+    assert "on node-2: no answer" in move["waiting_for"]
+
+
 @pytest.mark.parametrize("source", ["node-1", "made-up"])
 def test_move_that_its_source_never_began_is_ended(halfway: FakeCluster, migrator: Migrator, source: str) -> None:
     """Its source answers and does not know it, or is no node of the cluster."""

@@ -78,6 +78,32 @@ async def test_undo_tries_for_as_long_as_it_takes_behind_closed_gates(
     assert cluster.shims.states() == {"live"}
 
 
+async def test_undo_says_from_its_start_which_nodes_it_waits_for(cluster: Cluster) -> None:
+    """An attempt may take minutes. Later ones repeat why the last one failed: which node does not answer."""
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    seen: list[str] = []
+    cluster.shims.before = lambda what: seen.append(moving.waiting_for)
+    cluster.nodes["b"].reachable = False
+    moving.waiting_for = "ABORT"
+    with pytest.raises(Unreachable):
+        await source.put_back(moving)
+    assert "being built again on a, b" in seen[0]
+    assert "node b could not be reached" in seen[-1]  # the second attempt
+    seen.clear()
+    moving.waiting_for = "ABORT"  # the next round of settling
+    with pytest.raises(Unreachable):
+        await source.put_back(moving)
+    assert "node b could not be reached" in seen[0]
+    cluster.nodes["b"].reachable = True
+    await source.put_back(moving)
+    seen.clear()
+    await source.put_back(moving)
+    assert "being built again on a, b" in seen[0]
+
+
 async def test_source_that_an_operator_declared_dead_opens_gates_with_errors(cluster: Cluster) -> None:
     """The target, which was told, says that nobody builds the communicators again. Without that the gate stays closed."""
     await cluster.close_all()

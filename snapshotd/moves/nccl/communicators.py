@@ -107,18 +107,22 @@ class Communicators:
         membership = moving.log.record.communicators
         if membership is None:
             return
+        where = f"on {', '.join(_nodes(membership))}; the gates stay closed until then"
+        moving.waiting_for = moving.unbuilt or f"its communicators are being built again {where}"
         for again in (True, False):  # a short failure is retried once before it is reported
             try:
                 # Those that were built with the target's copy already are taken down first; the others are down.
                 await self._detach_all(moving, membership)
                 await self.attach(moving, self.node.config.node)
+                moving.unbuilt = ""
                 return
             except RankGone as error:
                 await self.give_up_building(moving, error.message)
                 return
             except SnapshotError as error:
+                kept = f"its communicators are not built again yet, and the gates stay closed: {error.message}"
+                moving.waiting_for = moving.unbuilt = kept
                 if not again:
-                    kept = f"its communicators are not built again yet, and the gates stay closed: {error.message}"
                     raise type(error)(kept, remedy=error.advice, where=error.where) from error
                 log.warning("building the communicators again: %s", error.message)
 
