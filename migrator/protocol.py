@@ -213,7 +213,7 @@ TABLE: tuple[Step, ...] = (
 #: and TCP repeats it. As part of Abort the source has detached communicators built again, which takes longest. Only after
 #: that do gates open.
 UNDO: tuple[Step, ...] = (
-    Step("undo", "Abort", Asked.SOURCE, _RUNNING, 240, "record ABORT, thaw the rank, rebuild its communicators"),
+    Step("undo", "Abort", Asked.SOURCE, _RUNNING, 3600, "record ABORT, thaw the rank, rebuild its communicators"),
     Step(
         "undo", "Settle", Asked.PEERS, _RUNNING, 60, "point the sockets back, drop the filters, restore the time-outs"
     ),

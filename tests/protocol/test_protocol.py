@@ -54,6 +54,12 @@ def test_every_step_names_existing_rpcs(step: Step) -> None:
     assert step.does
 
 
+def test_undo_may_take_as_long_as_what_it_undoes() -> None:
+    """Abort takes communicators down and builds them again, as Detach and Attach do."""
+    (abort,) = [step for step in UNDO if step.action == "Abort"]
+    assert abort.timeout_s >= max(TABLE[index_of(action)].timeout_s for action in ("Detach", "Attach"))
+
+
 @pytest.mark.parametrize("step", TABLE, ids=lambda step: step.action)
 def test_every_step_is_undone_by_an_undo_step(step: Step) -> None:
     assert set(step.undone_by) <= {undo.action for undo in UNDO}
