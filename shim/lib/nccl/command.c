@@ -242,6 +242,8 @@ void *job_run(void *given)
 	prctl(PR_SET_NAME, "snapshim-nccl");
 	act(job);
 	job_over(job);
+	/* From here on PARK waits until it has ended. Parked, it would be taken for a thread of NCCL, by what is on its stack. */
+	set_signal_mask(~(uint64_t)0);
 	if (slot)
 		STORE(slot, 0);
 	STORE(&job->done, 1);
