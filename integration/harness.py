@@ -197,7 +197,11 @@ class Cluster:
                 finally:  # also after a failure: a daemon that waits would fail the following tests
                     go = self.run_dir(node) / f"{point}.go"
                     go.touch()
-                    until(f"{node} to continue", lambda: not go.exists() or self.lab.daemon_pid(node) is None)
+                    until(
+                        f"{node} to continue",
+                        # It may have left the point already, because what the block did has ended the step.
+                        lambda: not go.exists() or self.lab.daemon_pid(node) is None or process.poll() is not None,
+                    )
                 out, asked.errors = process.communicate(timeout=PATIENCE_S)
                 asked.code, asked.answer = process.returncode, json.loads(out)
             finally:
