@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, GpuFailed, RankGone, Refused, Where, WrongState
+from snapshotd.api.errors import Busy, GpuFailed, RankGone, Refused, Undone, Where, WrongState
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.device import cuda_processes, memory, offload, standstill
@@ -57,6 +57,12 @@ async def freeze(
         before = [tree.inner_pid(pid) for pid in group.pids() if tree.state(pid) == "T"]
     if (link := entry.link) is None:
         raise WrongState("the rank's keeper is not connected", where=Where.SOURCE_RUNNING)
+    if not moving.facts.rank.process.pid:  # they are not journaled
+        raise Undone(
+            "the source's daemon was restarted after it had checked the rank",
+            remedy="retry the move; the rank runs on",
+            where=Where.SOURCE_RUNNING,
+        )
 
     parts = Parts()
     processes = await cuda_processes.must_find(node.gpus, group.pids())
