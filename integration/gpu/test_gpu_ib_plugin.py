@@ -39,7 +39,9 @@ LIBRARY = library()
 pytestmark = [
     pytest.mark.root,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(LIBRARY is None, reason="no NCCL is installed"),
+    pytest.mark.skipif(
+        LIBRARY is None, reason="no NVIDIA NCCL beside torch: install torch for CUDA, or set REAL_NCCL_LIBRARY"
+    ),
 ]
 
 

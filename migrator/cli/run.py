@@ -197,7 +197,7 @@ def _library(environment: Mapping[str, str], allowed: bool) -> Library | None:
                 f"{error}, so the rank could not be moved; it was not started",
                 f"{error.remedy}, or start it without protection with --allow-unprotected",
             ) from error
-        print(f"migrator run: warning: {error}; the rank runs without protection", file=sys.stderr, flush=True)
+        _warn(f"{error}; the rank runs without protection")
         return None
 
 
@@ -248,31 +248,29 @@ def _start(command: Sequence[str], options: argparse.Namespace) -> int:
     return _become(starters.with_prefix(command, [*prefix, "--"]), os.environ)
 
 
+def _warn(text: str) -> None:
+    print(f"migrator run: warning: {text}", file=sys.stderr, flush=True)
+
+
 def _warn_of_work_elsewhere(command: Sequence[str]) -> None:
     if name := launchers.works_elsewhere(command):
-        print(
-            f"migrator run: warning: what {name} starts is not a process of its own, and not a rank; write"
-            " `migrator run --` in front of the command that it starts",
-            file=sys.stderr,
-            flush=True,
+        _warn(
+            f"what {name} starts is not a process of its own, and not a rank; write `migrator run --` in front of the"
+            " command that it starts"
         )
 
 
 def _warn_of_nccl(environment: Mapping[str, str]) -> None:
     """Of settings with which the job, as it was started, cannot be moved."""
     if setting := launchers.keeps_ras(environment):
-        print(
-            f"migrator run: warning: {setting}: if the job uses NCCL, its RAS keeps a thread and sockets when communicators"
-            " are taken down, so a move of a rank will be undone; unset it, or use --nccl-safe",
-            file=sys.stderr,
-            flush=True,
+        _warn(
+            f"{setting}: if the job uses NCCL, its RAS keeps a thread and sockets when communicators are taken down, so a"
+            " move of a rank will be undone; unset it, or use --nccl-safe"
         )
     for setting, instead in launchers.keep_devices(environment):
-        print(
-            f"migrator run: warning: {setting}: RDMA devices that are opened in this way cannot be closed for a move, which"
-            f" is refused while they are open; {instead} allows it",
-            file=sys.stderr,
-            flush=True,
+        _warn(
+            f"{setting}: RDMA devices that are opened in this way cannot be closed for a move, which is refused while they"
+            f" are open; {instead} allows it"
         )
 
 

@@ -111,7 +111,7 @@ def test_unreachable_source_needs_the_operator(halfway: FakeCluster, migrator: M
 def test_undo_that_waits_for_a_node_is_not_said_to_end_alone(
     halfway: FakeCluster, migrator: Migrator, dead: str
 ) -> None:
-    """A node with other ranks of the job is dead: nobody can build their communicators again."""
+    """A node with other ranks of the job is dead, so their communicators cannot be rebuilt."""
     record = halfway["node-1"].moves[0]
     record.outcome, record.waiting_for = pb.ABORT, "its communicators are not built again yet: on node-2: no answer"
     halfway["node-1"].failures["Abort"] = WrongState("it is not undone yet")

@@ -105,7 +105,7 @@ def test_gates_stay_closed_until_the_communicator_is_restored() -> None:
 def test_gate_in_front_of_a_missing_communicator_stays_closed_until_its_process_ends(
     gone: tuple[str, ...], patience_s: float
 ) -> None:
-    """The source dies while the target receives, or both die. Nobody can restore the communicator."""
+    """The source dies while the target receives, or both die. The communicator cannot be rebuilt."""
     scene = Scene({WALKED.index("driver: Stream asked"): "source daemon dies"}, ticking=False)
     scene.model.dead_for_ever |= set(gone)
     scene.move.run()

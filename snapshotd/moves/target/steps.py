@@ -301,7 +301,7 @@ class TargetSteps(TargetSettling):
                 )
             held = moving.log.last_mark in {Mark.HELD, Mark.ACTIVATED}
             outcome = Outcome.COMMIT if held else Outcome.ABORT
-            # Nobody is left to build communicators again that are down now; those that are up are not affected.
+            # No node will rebuild communicators that are down now. Those that are up are not affected.
             await self.learn(moving, outcome, "an operator declared the source dead", by, abandoned=True)
             await self.settle_once(moving)
             return pb.ActivateReply(running=moving.log.last_mark is Mark.ACTIVATED)
