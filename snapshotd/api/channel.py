@@ -121,7 +121,7 @@ class GrpcStream:
     async def done_writing(self) -> None:
         try:
             await self._call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+        except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError) as error:
             raise CallEnded from error
 
     async def read(self) -> bytes | None:
@@ -150,7 +150,8 @@ class _PeersStatus:
     """A call of gRPC's core that keeps the status which the peer sends.
 
     If a message cannot be sent because the peer has ended the call, grpc.aio would replace the peer's status, which says
-    why, by "Internal error from Core".
+    why, by "Internal error from Core", and then wait for it. The core delivers the status only after the peer's messages
+    have been read, so the writer must not wait: whoever reads learns the status.
     """
 
     def __init__(self, call: Any) -> None:
@@ -160,7 +161,7 @@ class _PeersStatus:
         return getattr(self._call, name)
 
     def set_internal_error(self, _reason: str) -> None:
-        """Does nothing: the caller then waits for the status, which the core always delivers."""
+        raise CallEnded
 
 
 def _failed(error: grpc.aio.AioRpcError) -> CallFailed:
