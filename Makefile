@@ -8,6 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # More workers than processors, because most tests wait for processes. Tests of one file stay together while others have work.
 WORKERS ?= $(shell expr 2 \* `nproc`)
 PARALLEL := -n $(WORKERS) --dist worksteal
+PYTEST := $(PYTHON) -m pytest --durations=20 --durations-min=1
 # With SAMPLE="--seed N" the tests run the sample of another day (tests/sampling.py).
 SAMPLE ?=
 
@@ -32,12 +33,12 @@ demo: setup ## move a rank of a running training job between nodes made on this 
 test test-all test-fast: export SNAPSHOT_LANE = ci
 test-all: SAMPLE = --whole
 test test-all: setup lint ## lint, unit tests and integration tests; test-all: every case of the exhaustive tests
-	@tools/run-tests tests $(PARALLEL) $(SAMPLE)
-	@tools/run-tests integration $(PARALLEL) $(SAMPLE)
+	$(PYTEST) tests $(PARALLEL) $(SAMPLE)
+	$(PYTEST) integration $(PARALLEL) $(SAMPLE)
 	$(if $(filter test-all,$@),$(MAKE) --no-print-directory test-systemd)
 
 test-fast: setup ## the unit tests alone
-	@tools/run-tests tests $(PARALLEL) $(SAMPLE)
+	$(PYTEST) tests $(PARALLEL) $(SAMPLE)
 
 # Part of `make test-all` only: it builds the packages, which takes as long as the tests themselves, and needs mmdebstrap and
 # systemd-nspawn, which `make setup` does not install. To run it with packages that are built already:
@@ -46,7 +47,7 @@ test-systemd: export SNAPSHOT_LANE = systemd
 test-systemd: export SNAPSHOT_PACKAGES = build/packages
 test-systemd: setup ## install the Debian package on nodes that boot systemd, and move ranks there
 	@rm -rf build/packages && tools/package build/packages
-	@tools/run-tests integration/systemd
+	$(PYTEST) integration/systemd
 
 coverage: setup ## run the unit tests and report the lines that they reach, in Python and in C
 	@tools/coverage
