@@ -46,6 +46,7 @@ from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.peers.steps import PeerSteps
 from snapshotd.moves.reserve import Reserve
 from snapshotd.moves.source.steps import SourceSteps
+from snapshotd.moves.target import waiting_keepers
 from snapshotd.moves.target.gpus import with_reservations
 from snapshotd.moves.target.steps import TargetSteps
 from snapshotd.moves.where import where_of
@@ -179,6 +180,7 @@ class Daemon:
         await self.gpus.close()
         await in_thread(spares.close)
         await in_thread(parsers.spares.close)
+        await in_thread(waiting_keepers.close)
 
     async def info(self, *, fresh: bool = False) -> pb.NodeInfo:
         """Describes this node; its GPUs as they were up to a second ago, unless `fresh`."""
@@ -238,6 +240,7 @@ class Daemon:
             where=where_of(move_log).value,
             bytes=move_log.known.sent_bytes,
             pause_s=move_log.known.pause_s,
+            predicted_s=move_log.known.predicted_s,
             waiting_for="" if ended or moving is None else moving.waiting_for,
             user_id=begin.user_id if begin.user_id >= 0 else None,
         )

@@ -32,7 +32,10 @@ WELCOME_S = 30.0
 
 
 def main() -> int:
-    orders = json.load(sys.stdin)
+    text = sys.stdin.read()
+    if not text:  # it was started in advance, and is not needed
+        return 0
+    orders = json.loads(text)
     if os.fork() != 0:  # the daemon's child exits at once, so that the keeper is not a child of the daemon
         return 0
     _be_no_exception()

@@ -30,6 +30,7 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Node/GetHealth": _BOTH,
     "/snapshotd.v1.Node/ClearAlarms": _OPERATOR,
     "/snapshotd.v1.Node/GetProgress": _OPERATOR,
+    "/snapshotd.v1.Node/GetSpans": _OPERATOR,
     "/snapshotd.v1.Source/Inspect": _OPERATOR,
     "/snapshotd.v1.Source/Begin": _OPERATOR,
     "/snapshotd.v1.Source/PrepareDevice": _OPERATOR,

@@ -240,6 +240,7 @@ class NodeCalls:
         self.GetHealth = Unary(link, path + "GetHealth", pb.GetHealthRequest, pb.Health)
         self.ClearAlarms = Unary(link, path + "ClearAlarms", pb.ClearAlarmsRequest, pb.ClearAlarmsReply)
         self.GetProgress = Unary(link, path + "GetProgress", pb.GetProgressRequest, pb.NodeProgress)
+        self.GetSpans = Unary(link, path + "GetSpans", pb.GetSpansRequest, pb.GetSpansReply)
 
 
 class SourceCalls:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Protocol
 
 from snapshotd.api import signs_of_life
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import SnapshotError
+from snapshotd.api.errors import Damaged, SnapshotError
 from snapshotd.diagnosis.run import Diagnosis
 from snapshotd.health.monitor import Monitor
 from snapshotd.keepers.listing import ranks_of
@@ -26,10 +26,13 @@ from snapshotd.moves.steps import Steps
 from snapshotd.moves.target.steps import TargetSteps
 from snapshotd.network.dispatch import Context
 from snapshotd.progress.sampler import Sampler
+from snapshotd.runtime import spans
 from snapshotd.runtime.blocking import in_thread
 
 #: How long another daemon may take to answer `FindNode`'s question.
 FIND_S = 5.0
+#: Moves whose timings are read from the disk for one question.
+MOST_TIMINGS = 32
 DescribeMove = Callable[[MoveLog], pb.MoveRecord]
 
 
@@ -46,6 +49,37 @@ def known_to_peer(steps: Iterable[Steps], move: str) -> pb.OutcomeKind.ValueType
     if Outcome.COMMIT in decided:
         return pb.COMMIT
     return pb.ABORT if decided else pb.UNDECIDED
+
+
+def add_timings(described: Sequence[pb.MoveRecord], logs: Sequence[MoveLog]) -> None:
+    """Adds what the pauses of moves consisted of, which is only on the disk. Blocking."""
+    for one, move_log in zip(described, logs, strict=True):
+        with contextlib.suppress(Damaged):
+            if (timing := move_log.whole().timing) is not None:
+                one.timing.CopyFrom(timing)
+
+
+def spans_of(move: str) -> pb.GetSpansReply:
+    """What this daemon has recorded of a move."""
+    recorded, now_s = spans.of(move), spans.now_s()
+    numbers = {id(one): number for number, one in enumerate(recorded.spans, 1)}
+    return pb.GetSpansReply(
+        now_s=now_s,
+        left_out=recorded.left_out,
+        spans=[
+            pb.Span(
+                name=one.name,
+                began_s=one.began_s,
+                seconds=(one.ended_s or now_s) - one.began_s,
+                bytes=one.bytes,
+                call=one.call,
+                failed=one.failed,
+                unfinished=not one.ended_s,
+                parent=numbers.get(id(one.parent), 0),
+            )
+            for one in recorded.spans
+        ],
+    )
 
 
 class NodeServicer:
@@ -78,9 +112,14 @@ class NodeServicer:
         if request.move:
             known = journal.find(request.move) if gates else journal.get(request.move)
             logs = [known] if known else []
+        elif request.timings:
+            logs = [one for one in journal.all() if one.begin.role == "source" and one.known.pause_s][-MOST_TIMINGS:]
         else:
             logs = journal.all()
-        return pb.ListMovesReply(moves=[self.describe_move(move_log) for move_log in logs], gates=gates)
+        moves = [self.describe_move(move_log) for move_log in logs]
+        if request.timings:
+            await in_thread(add_timings, moves, logs)
+        return pb.ListMovesReply(moves=moves, gates=gates)
 
     async def FindNode(self, request: pb.FindNodeRequest, context: Context) -> pb.FindNodeReply:
         try:
@@ -105,6 +144,9 @@ class NodeServicer:
 
     async def GetProgress(self, request: pb.GetProgressRequest, context: Context) -> pb.NodeProgress:
         return self.progress.since(request)
+
+    async def GetSpans(self, request: pb.GetSpansRequest, context: Context) -> pb.GetSpansReply:
+        return spans_of(check_move_id(request.move))
 
 
 class SourceServicer:
@@ -143,7 +185,7 @@ class SourceServicer:
         return await self.steps.abort(request.move, request.reason, str(context.caller))
 
     async def Release(self, request: pb.MoveRequest, context: Context) -> pb.ReleaseReply:
-        return await self.steps.release(request.move, request.pause_s)
+        return await self.steps.release(request.move, request.pause_s, request.timing)
 
     async def GetOutcome(self, request: pb.MoveRequest, context: Context) -> pb.Outcome:
         return await self.steps.outcome(request.move)
@@ -157,10 +199,13 @@ class TargetServicer:
         self.steps, self.describe = steps, describe
 
     async def Examine(self, request: pb.ExamineRequest, context: Context) -> pb.ExamineReply:
-        checks = await self.steps.examine(request.facts, await self.describe(fresh=True), request.gpu)
-        return pb.ExamineReply(
-            checks=checks + await in_thread(connections.examine, list(request.rewires), request.facts.rank.uid)
-        )
+        with spans.span("describe this node"):
+            info = await self.describe(fresh=True)
+        with spans.span("check"):
+            checks = await self.steps.examine(request.facts, info, request.gpu)
+        with spans.span("check listeners"):
+            more = await in_thread(connections.examine, list(request.rewires), request.facts.rank.uid)
+        return pb.ExamineReply(checks=checks + more)
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareReply:
         return await self.steps.prepare(request)

@@ -515,6 +515,104 @@ class ClearAlarmsReply(_message.Message):
 Global___ClearAlarmsReply: _TypeAlias = ClearAlarmsReply  # noqa: Y015
 
 @_typing.final
+class GetSpansRequest(_message.Message):
+    """---------------------------------------------------------------- where the time of a move went"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    move: _builtins.str
+    def __init__(
+        self,
+        *,
+        move: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSpansRequest: _TypeAlias = GetSpansRequest  # noqa: Y015
+
+@_typing.final
+class GetSpansReply(_message.Message):
+    """What this daemon recorded of a move (snapshotd/runtime/spans.py). Empty after a restart, and for moves of long ago."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NOW_S_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    now_s: _builtins.float
+    """this node's clock when it answered: the one of `began_s`"""
+    left_out: _builtins.int
+    """spans beyond the number that is kept"""
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:
+        """in the order in which they began"""
+
+    def __init__(
+        self,
+        *,
+        now_s: _builtins.float = ...,
+        spans: _abc.Iterable[Global___Span] | None = ...,
+        left_out: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left_out", b"left_out", "now_s", b"now_s", "spans", b"spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSpansReply: _TypeAlias = GetSpansReply  # noqa: Y015
+
+@_typing.final
+class Span(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BEGAN_S_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    UNFINISHED_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    began_s: _builtins.float
+    """seconds since the node booted"""
+    seconds: _builtins.float
+    bytes: _builtins.int
+    """0: it transferred nothing"""
+    call: _builtins.bool
+    """a call of this daemon: the name is Service.Method"""
+    failed: _builtins.bool
+    unfinished: _builtins.bool
+    """`seconds` is the time until the answer"""
+    parent: _builtins.int
+    """number of the enclosing span in `spans`, from 1; 0: none"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        began_s: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        bytes: _builtins.int = ...,
+        call: _builtins.bool = ...,
+        failed: _builtins.bool = ...,
+        unfinished: _builtins.bool = ...,
+        parent: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_s", b"began_s", "bytes", b"bytes", "call", b"call", "failed", b"failed", "name", b"name", "parent", b"parent", "seconds", b"seconds", "unfinished", b"unfinished"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Span: _TypeAlias = Span  # noqa: Y015
+
+@_typing.final
 class DiagnoseRequest(_message.Message):
     """---------------------------------------------------------------- diagnosis and description of a node
 
@@ -1194,19 +1292,23 @@ class ListMovesRequest(_message.Message):
 
     MOVE_FIELD_NUMBER: _builtins.int
     AS_PEER_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     """empty: all"""
     as_peer: _builtins.bool
     """only `known_to_peer` of this move"""
+    timings: _builtins.bool
+    """only the newest moves that this node was the source of, with `timing`"""
     def __init__(
         self,
         *,
         move: _builtins.str = ...,
         as_peer: _builtins.bool = ...,
+        timings: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_peer", b"as_peer", "move", b"move"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_peer", b"as_peer", "move", b"move", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1309,6 +1411,8 @@ class MoveRecord(_message.Message):
     SOURCE_ENDPOINT_FIELD_NUMBER: _builtins.int
     TARGET_ENDPOINT_FIELD_NUMBER: _builtins.int
     USER_ID_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     role: _builtins.str
     """"source" or "target" """
@@ -1336,6 +1440,12 @@ class MoveRecord(_message.Message):
     target_endpoint: _builtins.str
     user_id: _builtins.int
     """whose job it is; unset: an older version journalled it"""
+    predicted_s: _builtins.float
+    """the pause that the driver had predicted; 0: not known on this node"""
+    @_builtins.property
+    def timing(self) -> Global___Timing:
+        """if it was asked for, and is known on this node"""
+
     def __init__(
         self,
         *,
@@ -1359,16 +1469,52 @@ class MoveRecord(_message.Message):
         source_endpoint: _builtins.str = ...,
         target_endpoint: _builtins.str = ...,
         user_id: _builtins.int | None = ...,
+        predicted_s: _builtins.float = ...,
+        timing: Global___Timing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "user_id", b"user_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "timing", b"timing", "user_id", b"user_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "begun_unix_s", b"begun_unix_s", "bytes", b"bytes", "decided_by", b"decided_by", "ended_unix_s", b"ended_unix_s", "job", b"job", "mark", b"mark", "move", b"move", "outcome", b"outcome", "pause_s", b"pause_s", "rank", b"rank", "rank_uid", b"rank_uid", "reason", b"reason", "role", b"role", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node", "user_id", b"user_id", "waiting_for", b"waiting_for", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "begun_unix_s", b"begun_unix_s", "bytes", b"bytes", "decided_by", b"decided_by", "ended_unix_s", b"ended_unix_s", "job", b"job", "mark", b"mark", "move", b"move", "outcome", b"outcome", "pause_s", b"pause_s", "predicted_s", b"predicted_s", "rank", b"rank", "rank_uid", b"rank_uid", "reason", b"reason", "role", b"role", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node", "timing", b"timing", "user_id", b"user_id", "waiting_for", b"waiting_for", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__user_id: _TypeAlias = _typing.Literal["user_id"]  # noqa: Y015
     _WhichOneofArgType__user_id: _TypeAlias = _typing.Literal["_user_id", b"_user_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__user_id) -> _WhichOneofReturnType__user_id | None: ...
 
 Global___MoveRecord: _TypeAlias = MoveRecord  # noqa: Y015
+
+@_typing.final
+class Timing(_message.Message):
+    """How long a move took that has ended well, and how much there was to copy as preflight saw it: what predictions are made from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASES_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
+    host_bytes: _builtins.int
+    device_bytes: _builtins.int
+    predicted_s: _builtins.float
+    """the pause that the driver had predicted; 0: none"""
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
+        """of the pause, as the driver measured them"""
+
+    def __init__(
+        self,
+        *,
+        phases: _abc.Iterable[Global___Part] | None = ...,
+        host_bytes: _builtins.int = ...,
+        device_bytes: _builtins.int = ...,
+        predicted_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "host_bytes", b"host_bytes", "phases", b"phases", "predicted_s", b"predicted_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
 class Check(_message.Message):
@@ -1830,8 +1976,11 @@ class InspectRequest(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     TARGET_NODE_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
     target_node: _builtins.str
+    move: _builtins.str
+    """of which this preflight is part, for its spans; empty: of none"""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
         """all nodes of the cluster, source and target included"""
@@ -1847,10 +1996,11 @@ class InspectRequest(_message.Message):
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
         target_node: _builtins.str = ...,
         protocol: Global___Protocol | None = ...,
+        move: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "protocol", b"protocol", "rank_uid", b"rank_uid", "target_node", b"target_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move", "nodes", b"nodes", "protocol", b"protocol", "rank_uid", b"rank_uid", "target_node", b"target_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1893,8 +2043,11 @@ class ExamineRequest(_message.Message):
     FACTS_FIELD_NUMBER: _builtins.int
     REWIRES_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
     gpu: _builtins.str
     """requested GPU of the target, by UUID or index; empty: any that fits"""
+    move: _builtins.str
+    """as in InspectRequest"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
@@ -1907,10 +2060,11 @@ class ExamineRequest(_message.Message):
         facts: Global___RankFacts | None = ...,
         rewires: _abc.Iterable[Global___Rewire] | None = ...,
         gpu: _builtins.str = ...,
+        move: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "gpu", b"gpu", "rewires", b"rewires"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "gpu", b"gpu", "move", b"move", "rewires", b"rewires"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2010,18 +2164,24 @@ class MoveRequest(_message.Message):
 
     MOVE_FIELD_NUMBER: _builtins.int
     PAUSE_S_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     pause_s: _builtins.float
     """Release only: the pause that the driver measured, for the history"""
+    @_builtins.property
+    def timing(self) -> Global___Timing:
+        """Release only: what it consisted of"""
+
     def __init__(
         self,
         *,
         move: _builtins.str = ...,
         pause_s: _builtins.float = ...,
+        timing: Global___Timing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move", "pause_s", b"pause_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move", "pause_s", b"pause_s", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -81,6 +81,11 @@ class NodeStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GetProgressRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.NodeProgress.FromString,
                 _registered_method=True)
+        self.GetSpans = channel.unary_unary(
+                '/snapshotd.v1.Node/GetSpans',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GetSpansRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GetSpansReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -151,6 +156,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSpans(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -198,6 +210,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.GetProgress,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GetProgressRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.NodeProgress.SerializeToString,
+            ),
+            'GetSpans': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSpans,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GetSpansRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GetSpansReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -445,6 +462,33 @@ class Node:
             '/snapshotd.v1.Node/GetProgress',
             snapshotd_dot_api_dot_snapshotd__pb2.GetProgressRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.NodeProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSpans(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Node/GetSpans',
+            snapshotd_dot_api_dot_snapshotd__pb2.GetSpansRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.GetSpansReply.FromString,
             options,
             channel_credentials,
             insecure,

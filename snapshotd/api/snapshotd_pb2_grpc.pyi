@@ -56,6 +56,8 @@ class NodeStub:
     """operator"""
     GetProgress: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.GetProgressRequest, _snapshotd_pb2.NodeProgress]
     """operator"""
+    GetSpans: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.GetSpansRequest, _snapshotd_pb2.GetSpansReply]
+    """operator"""
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -79,6 +81,8 @@ class NodeAsyncStub(NodeStub):
     ClearAlarms: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.ClearAlarmsRequest, _snapshotd_pb2.ClearAlarmsReply]  # type: ignore[assignment]
     """operator"""
     GetProgress: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.GetProgressRequest, _snapshotd_pb2.NodeProgress]  # type: ignore[assignment]
+    """operator"""
+    GetSpans: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.GetSpansRequest, _snapshotd_pb2.GetSpansReply]  # type: ignore[assignment]
     """operator"""
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
@@ -154,6 +158,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshotd_pb2.GetProgressRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.NodeProgress, _abc.Awaitable[_snapshotd_pb2.NodeProgress]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def GetSpans(
+        self,
+        request: _snapshotd_pb2.GetSpansRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.GetSpansReply, _abc.Awaitable[_snapshotd_pb2.GetSpansReply]]:
         """operator"""
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

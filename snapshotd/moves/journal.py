@@ -40,6 +40,7 @@ from snapshotd.moves.reserve import Reserve
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.moves.summary import Summary
 from snapshotd.proc import host
+from snapshotd.runtime.spans import span
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class MoveLog:
         """Appends a mark, durably. `fields` are what a restarted daemon needs to continue from here. Blocking."""
         now = time.time()
         line = records.encode_fields({"mark": mark, "marked_unix_s": now, **fields}) + b"\n"
-        with self.lock:
+        with span(f"journal {mark}"), self.lock:
             _append_durably(self.folder / "marks", line, self._reserve)
             changed = {"mark": mark, "marked_unix_s": now, **fields}
             kept = {name: value for name, value in changed.items() if name in self.known.__struct_fields__}
@@ -148,7 +149,7 @@ class MoveLog:
 
     def decide(self, outcome: Outcome, reason: str, decided_by: str) -> OutcomeRecord:
         """Writes the outcome unless there is one; returns the one that stands. Blocking."""
-        with self.lock:
+        with span(f"journal {outcome}"), self.lock:
             if self.outcome is not None:
                 return self.outcome
             decided = OutcomeRecord(outcome, reason, decided_by, time.time())

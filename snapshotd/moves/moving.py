@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.moves.closed_files import Ahead
+from snapshotd.moves.closed_files import Ahead, Scope
 from snapshotd.moves.device.offload import Offload
 from snapshotd.moves.journal import MoveLog
 from snapshotd.proc import host
@@ -32,6 +32,7 @@ class Moving:
     ahead: Ahead | None = (
         None  # source: closed files that were sent while the rank runs; None: nothing was looked at yet
     )
+    scope: Scope | None = None  # source: which closed files are the rank's, as preflight saw it
     prepared: bool = False  # source: the offload was prepared, as far as possible
     facts: pb.RankFacts = field(default_factory=pb.RankFacts)  # source: the latest result of preflight
     nodes: list[pb.NodeAddresses] = field(default_factory=list)  # source: the cluster, from the driver
@@ -41,6 +42,7 @@ class Moving:
     waiting_for: str = ""
     unbuilt: str = ""  # source: why communicators are not built again yet, from the last attempt of an undo
     pause_s: float = 0.0  # source: what the driver measured, for the history
+    timing: pb.Timing = field(default_factory=pb.Timing)  # source: what the pause consisted of
     answered_s: float = field(default_factory=host.boottime_s)  # gate, target: when the source last answered
 
     def renew(self) -> None:
@@ -57,7 +59,7 @@ class Moving:
 
     def forget(self) -> None:
         """Drops what only an open move needs, for calls that still have this one."""
-        self.offload = self.ahead = self.settling = self.streaming = None
+        self.offload = self.ahead = self.scope = self.settling = self.streaming = None
         self.facts, self.nodes = pb.RankFacts(), []
 
     def wake(self) -> None:

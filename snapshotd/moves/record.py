@@ -268,6 +268,8 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: int = msgspec.field(default=0, name="bytes")
     carried: list[str] = []
     pause_s: float = 0.0
+    predicted_s: float = 0.0  # the pause that the driver had predicted
+    timing: pb.Timing | None = None  # what the pause consisted of
     failure: str = ""  # what the rank lacks after an undo, or why it was ended
 
     # target
@@ -327,6 +329,8 @@ class Fields(TypedDict, total=False):
     sent_bytes: int
     carried: list[str]
     pause_s: float
+    predicted_s: float
+    timing: pb.Timing | None
     failure: str
     gpu_pairs: list[tuple[str, str]]
     gpus_reserved: list[str]

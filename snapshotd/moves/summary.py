@@ -28,6 +28,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     new_connections_held: bool
     sent_bytes: int
     pause_s: float
+    predicted_s: float
     failure: str
     abandoned: bool
 

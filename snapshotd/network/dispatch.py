@@ -20,6 +20,7 @@ from snapshotd.api.errors import Damaged, Denied, Internal, SnapshotError
 from snapshotd.api.methods import Method, methods
 from snapshotd.network.frames import METRICS, Request
 from snapshotd.network.link import Call
+from snapshotd.runtime import spans
 from snapshotd.runtime.blocking import QUERIES
 from snapshotd.runtime.logs import Throttle
 
@@ -38,6 +39,9 @@ _QUESTIONS = frozenset(
         "Peer/ConfirmDeparture",
     )
 )
+#: Calls that are no part of a move's time: questions about it, and the lease that is renewed beside it.
+_UNTIMED = ("/snapshotd.v1.Node/", "/snapshotd.v1.Source/Renew", "/snapshotd.v1.Source/GetOutcome")
+_MAX_ID_CHARS = 40
 #: Log records about the calls of one caller in a minute: of those that are denied, of those that fail, of defects.
 _MAX_COMPLAINTS, _MAX_NOTICES, _MAX_DEFECTS = 10, 600, 30
 
@@ -129,18 +133,27 @@ class Services:
         request = requests if method.request_streaming else await anext(requests, None)
         if request is None:
             raise Damaged(f"a call of {path} contains no request")
-        answer: Any = servicer(request, context)
-        if not method.reply_streaming:
-            await context.write(_written(await answer))
-            return
-        async with aclosing(answer):
-            async for reply in answer:
-                await context.write(_written(reply))
+        with spans.of_move(_move_of(path, request), path.rpartition(".")[2].replace("/", ".")):
+            answer: Any = servicer(request, context)
+            if not method.reply_streaming:
+                await context.write(_written(await answer))
+                return
+            async with aclosing(answer):
+                async for reply in answer:
+                    await context.write(_written(reply))
 
 
 async def _requests(method: Method, context: Context) -> AsyncIterator[Message]:
     while (message := await context.read()) is not None:
         yield method.decode_request(message)
+
+
+def _move_of(path: str, request: Any) -> str:
+    """The move to whose time this call belongs; "" if it does to none."""
+    if path.startswith(_UNTIMED):
+        return ""
+    move = str(getattr(request, "move", "") or getattr(getattr(request, "description", None), "move", ""))
+    return move if len(move) <= _MAX_ID_CHARS else ""
 
 
 def _written(reply: Message) -> bytes:

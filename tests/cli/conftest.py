@@ -49,6 +49,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     diagnosis: pb.DiagnoseReply = field(default_factory=pb.DiagnoseReply)
     health: pb.Health = field(default_factory=pb.Health)
     clock_ahead_s: float = 0.0
+    spans: pb.GetSpansReply = field(default_factory=pb.GetSpansReply)
     failures: dict[str, SnapshotError] = field(default_factory=dict)  # by method
     unknown: set[str] = field(default_factory=set)  # methods that an older daemon does not know
     asked: list[tuple[str, Any]] = field(default_factory=list)
@@ -115,6 +116,10 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     def GetProgress(self, request: pb.GetProgressRequest, context: grpc.ServicerContext) -> pb.NodeProgress:
         self._hear("GetProgress", request, context)
         return pb.NodeProgress(now_unix_s=time.time())
+
+    def GetSpans(self, request: pb.GetSpansRequest, context: grpc.ServicerContext) -> pb.GetSpansReply:
+        self._hear("GetSpans", request, context)
+        return self.spans
 
     def ListRanks(self, request: pb.ListRanksRequest, context: grpc.ServicerContext) -> pb.ListRanksReply:
         self._hear("ListRanks", request, context)

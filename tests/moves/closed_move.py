@@ -111,7 +111,7 @@ class Move:
 
     async def ahead(self) -> Ahead:
         self.sender.sent.clear()
-        moving: Any = SimpleNamespace(facts=pb.RankFacts(), log=self.log)
+        moving: Any = SimpleNamespace(facts=pb.RankFacts(), log=self.log, scope=None)
         return await sending.send_ahead(self.node, moving, self.entry)
 
     async def rest(self, ahead: Ahead | None) -> list[pb.ImageFile]:

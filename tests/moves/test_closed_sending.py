@@ -130,11 +130,11 @@ async def test_limit_of_zero_leaves_closed_files_behind(move: Move) -> None:
 
 def test_preflight_names_the_limit(move: Move) -> None:
     move.write("file", "x" * (3 << 20))
-    _, check = sending.look(move.node, move.entry, pb.RankFacts())
+    _, check = sending.look(move.node, move.entry, pb.RankFacts(), sending.scope_of(move.node, move.entry))
     assert check.verdict == pb.Check.REFUSE
     assert "1 MiB (carry_closed_bytes)" in check.reason
     move.node.config.carry_closed_bytes = 4 << 20
-    found, check = sending.look(move.node, move.entry, pb.RankFacts())
+    found, check = sending.look(move.node, move.entry, pb.RankFacts(), sending.scope_of(move.node, move.entry))
     assert check.verdict == pb.Check.PASS
     assert found.bytes_by_root() == {str(move.local): 3 << 20}
 

@@ -112,7 +112,7 @@ async def answers(source: SourceSteps) -> list[object]:
         source.attach(MOVE),
         source.commit(MOVE, receipt),
         source.abort(MOVE, "again", "driver"),
-        source.release(MOVE, 0.0),
+        source.release(MOVE, 0.0, pb.Timing()),
         source.renew(MOVE),
         source.outcome(MOVE),
     ):

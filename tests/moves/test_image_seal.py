@@ -88,9 +88,15 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         return []
 
     monkeypatch.setattr("snapshotd.moves.target.steps.start_spares", nothing)
+    monkeypatch.setattr("snapshotd.moves.target.steps.start_keeper", nothing)
     monkeypatch.setattr("snapshotd.moves.target.steps.gpus.choose", no_gpus)
     config = SimpleNamespace(
-        node="spare-1", advertise="127.0.0.1:1", listen="127.0.0.1:1", allow_root_ranks=False, state_dir=tmp_path
+        node="spare-1",
+        advertise="127.0.0.1:1",
+        listen="127.0.0.1:1",
+        allow_root_ranks=False,
+        state_dir=tmp_path,
+        criu="/bin/true",
     )
     reserve = Reserve(tmp_path, 4096)
     node: Any = SimpleNamespace(

@@ -67,6 +67,10 @@ def test_old_source_journal_is_read(old: Path) -> None:
     assert known.socket_options.timers == [TIMERS]
     assert (known.linked, known.carried) == ([("/tmp/x", 66, 1234)], ["/tmp/x/file"])
     assert (known.sent_bytes, known.pause_s, known.failure) == (123467, 1.25, "lost")
+    assert (known.predicted_s, known.timing) == (
+        1.5,
+        pb.Timing(phases=[pb.Part(name="stream", seconds=0.75)], host_bytes=4096),
+    )
 
 
 def test_old_target_journal_is_read(old: Path) -> None:

@@ -117,14 +117,14 @@ async def test_rank_is_looked_at_again_if_processes_ended_during_a_refused_look(
     count = 0
     lists = iter(range(100, 200))
 
-    async def look(node: Any, entry: Any, pids: list[int]) -> tuple[RankFacts, list[Check]]:
+    async def look(node: Any, entry: Any, pids: list[int]) -> source_inspection.Looked:
         nonlocal count
         count += 1
-        return RankFacts(), [refused("process-tree", "no parent", "")]
+        return source_inspection.Looked(RankFacts(), [refused("process-tree", "no parent", "")])
 
     monkeypatch.setattr(source_inspection, "_look", look)
     group = SimpleNamespace(pids=lambda: [1, next(lists)] if ended else [1, 2])
     entry: Any = SimpleNamespace(group=group)
     none: Any = None
-    _, checks = await source_inspection.facts(none, entry)
+    checks = (await source_inspection.look(none, entry)).checks
     assert (count, len(checks)) == (looks, 1)

@@ -9,6 +9,7 @@ from typing import Any
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.proc import host
 from snapshotd.proc.tree import Process
+from snapshotd.runtime import spans
 
 
 class Parts:
@@ -19,12 +20,17 @@ class Parts:
 
     async def time(self, name: str, work: Awaitable[Any], bytes_: int = 0) -> Any:
         began = host.boottime_s()
-        result = await work
-        self.add(name, host.boottime_s() - began, bytes_)
+        with spans.span(name, bytes_):
+            result = await work
+        self._add(name, host.boottime_s() - began, bytes_)
         return result
 
     def add(self, name: str, seconds: float, bytes_: int = 0) -> None:
-        """Adds to a part; repeated work counts as one part."""
+        """Adds what has just ended to a part; repeated work counts as one part."""
+        spans.add(name, seconds, bytes_)
+        self._add(name, seconds, bytes_)
+
+    def _add(self, name: str, seconds: float, bytes_: int) -> None:
         known = next((part for part in self.all if part.name == name), None)
         if known is None:
             self.all.append(pb.Part(name=name, seconds=seconds, bytes=bytes_))

@@ -41,6 +41,7 @@ from snapshotd.proc import host
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
+from snapshotd.runtime.spans import span
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,8 @@ class PeerSteps(Steps):
             if moving.log.last_mark in {Mark.REPOINTING, Mark.REPOINTED}:  # a late request
                 return pb.HoldReply(sockets=len(moving.log.record.peer_sockets))
             await reach(Point.BEFORE_HOLD)
-            every = await in_thread(ends_here.find, self.node.ranks, list(request.rewires))
+            with span("find sockets"):
+                every = await in_thread(ends_here.find, self.node.ranks, list(request.rewires))
             # Repoint reports the other problems: until then a connection that waits to be accepted settles, for example.
             every.check_closed()
             ends = [(rewire, flow) for rewire, flow in every.ends if flow.holders]
@@ -134,7 +136,8 @@ class PeerSteps(Steps):
             off = await in_thread(_all_timers, moving.log, [flow for _, flow in ends])
             await in_thread(moving.log.mark, Mark.FILTERED, socket_timers=off, peer_sockets=found)
             await in_thread(socket_options.suspend, off)
-            await in_thread(_filter, description.move, found)
+            with span("filter"):
+                await in_thread(_filter, description.move, found)
             await reach(Point.HOLD)
         return pb.HoldReply(sockets=len(found))
 
@@ -149,7 +152,8 @@ class PeerSteps(Steps):
                 return pb.RepointReply(sockets=len(moving.log.record.peer_sockets))
             began = host.boottime_s()
             await reach(Point.BEFORE_REPOINT)
-            every = await in_thread(ends_here.find, self.node.ranks, list(request.rewires))
+            with span("find sockets"):
+                every = await in_thread(ends_here.find, self.node.ranks, list(request.rewires))
             every.check()
             ends = every.ends
             await self._refuse_forbidden(description, ends, Where.SOURCE_FROZEN)
@@ -158,7 +162,8 @@ class PeerSteps(Steps):
             await in_thread(moving.log.mark, Mark.REPOINTING, socket_timers=off, peer_sockets=found)
             await in_thread(socket_options.suspend, off)
             try:
-                stopped_s = await in_thread(self._repoint_all, description.move, found, True)
+                with span("re-point"):
+                    stopped_s = await in_thread(self._repoint_all, description.move, found, True)
                 await reach(Point.REPOINTING)
             except BaseException:
                 moving.interrupted = True  # repaired at once, not with the outcome: a process may be stopped

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.addresses import split_address
 from snapshotd.api.errors import Internal, SnapshotError, Unreachable, Where
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import Begin
+from snapshotd.runtime.spans import span
 from snapshotd.transport.image.bulk_sender import open_streams
 from snapshotd.transport.image.grpc_channel import PushCall
 from snapshotd.transport.image.stream import Stream
@@ -20,11 +22,34 @@ log = logging.getLogger(__name__)
 _OPEN_S = 10.0
 
 
+#: The task that opens the channel, and returns its streams.
+Opening = asyncio.Task[Sequence[Stream]]
+
+
+@asynccontextmanager
+async def opened_beside(node: Node, begin: Begin) -> AsyncIterator[Opening]:
+    """Opens the channel while the caller does something else, and ends its streams if the caller does not come to use them.
+    Ending them twice is harmless."""
+    async with AsyncExitStack() as channel:
+        opening = asyncio.create_task(channel.enter_async_context(streams_to_target(node, begin)))
+        try:
+            yield opening
+        finally:
+            opening.cancel()
+            await asyncio.wait([opening])
+            if not opening.cancelled() and opening.exception() is None:
+                streams = opening.result()
+                for stream in streams:
+                    stream.cancel()
+                await asyncio.gather(*(stream.ended() for stream in streams), return_exceptions=True)
+
+
 @asynccontextmanager
 async def streams_to_target(node: Node, begin: Begin) -> AsyncIterator[Sequence[Stream]]:
     """Streams for the images of a frozen rank; the sender closes them."""
     config = node.config
-    beside = await _beside_grpc(node, begin)
+    with span("open channel"):
+        beside = await _beside_grpc(node, begin)
     if beside:
         yield beside
         return

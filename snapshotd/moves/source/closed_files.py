@@ -39,6 +39,7 @@ from snapshotd.moves.source.channel import streams_to_target
 from snapshotd.proc import host, maps, users
 from snapshotd.proc.files import GONE
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.spans import span
 from snapshotd.transport.image.sender import Sender
 from snapshotd.transport.image.store import AHEAD
 
@@ -49,27 +50,30 @@ LATE = "late"
 AHEAD_S = 240.0
 
 
-def scope_of(node: Node, entry: RankEntry, user: User) -> Scope:
-    """Which files count as the rank's here. Blocking.
+def scope_of(node: Node, entry: RankEntry) -> Scope:
+    """Which files count as the rank's here. Blocking, and slow if its user has many processes.
 
     Moves that brought the rank to this node count by this node's clock: other nodes' clocks may differ."""
+    if not node.config.carry_closed_bytes:
+        return Scope(entry.started_unix_s, [], set())
+    user = user_of_rank(entry.pid, entry.user_id)
     since_unix_s, brought = entry.started_unix_s, set[str]()
     for move_log in node.journal.all():
         if (move_log.begin.role, move_log.begin.rank_uid) == ("target", entry.uid):
             since_unix_s = min(since_unix_s, move_log.begin.begun_unix_s)
             brought.update(closed_manifest.load_placed(move_log.folder).tops)
-    elsewhere = node.carry.closed.held_elsewhere(user, entry.group.pids())
+    with span("find files of other processes"):
+        elsewhere = node.carry.closed.held_elsewhere(user, entry.group.pids())
     return Scope(since_unix_s, sorted(brought), elsewhere)
 
 
-def look(node: Node, entry: RankEntry, facts: pb.RankFacts, scope: Scope | None = None) -> tuple[Found, pb.Check]:
+def look(node: Node, entry: RankEntry, facts: pb.RankFacts, scope: Scope) -> tuple[Found, pb.Check]:
     """What would be sent now, and the check of it. Nothing is looked at if carrying is switched off. Blocking."""
     limit_bytes = node.config.carry_closed_bytes
     if not limit_bytes:
         return Found([], [], complete=True), preflight.closed_files(0, 0, 0, 0, complete=True)
     user = user_of_rank(entry.pid, entry.user_id)
     used = [fact.path for fact in facts.files if fact.carried]
-    scope = scope or scope_of(node, entry, user)
     kept = _find(node, user, scope, [*used, *facts.directories]).without(used).within(limit_bytes)
     check = preflight.closed_files(
         len(kept.rows), kept.all_bytes, kept.older_left, limit_bytes, complete=kept.complete, crowd=kept.crowd
@@ -99,7 +103,7 @@ async def send_ahead(node: Node, moving: Moving, entry: RankEntry) -> Ahead:
     await in_thread(spares.fill, 2)  # for what is left to do in the pause
     began_unix_s = time.time()
     user = await in_thread(user_of_rank, entry.pid, entry.user_id)
-    scope = await in_thread(scope_of, node, entry, user)
+    scope = moving.scope if moving.scope is not None else await in_thread(scope_of, node, entry)
     mapped = await in_thread(_mapped, entry)
     found, _ = await in_thread(look, node, entry, moving.facts, scope)
     found = found.without(mapped)
@@ -154,7 +158,7 @@ async def send_rest(
     used = [fact.path for fact in carried]
     scope = ahead.scope if ahead is not None else None
     if scope is None:
-        scope = await in_thread(scope_of, node, entry, user)
+        scope = await in_thread(scope_of, node, entry)
     found = await in_thread(_find, node, user, scope, used, Where.SOURCE_FROZEN)
     found = found.without(used).within(limit_bytes)
     if found.changed_bytes > limit_bytes or not found.complete:

@@ -190,7 +190,13 @@ class Departure:
         await in_thread(stripe_files.sweep, self.node.config.image_dir, moving.log.move)
         sent_bytes = moving.log.record.sent_bytes if sent_bytes is None else sent_bytes
         await in_thread(
-            moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s, sent_bytes=sent_bytes, failure=moving.failure
+            moving.log.mark,
+            Mark.SETTLED,
+            pause_s=moving.pause_s,
+            predicted_s=moving.timing.predicted_s,
+            timing=moving.timing,
+            sent_bytes=sent_bytes,
+            failure=moving.failure,
         )
         outcome = moving.log.outcome
         self.node.caches_left.pop(moving.log.move, None)

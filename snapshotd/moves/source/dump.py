@@ -14,11 +14,11 @@ import logging
 import os
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import aiofiles
-import msgspec
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
@@ -26,10 +26,8 @@ from snapshotd.api.errors import Changed, CriuFailed, Damaged, RankGone, Refused
 from snapshotd.criu import links, session
 from snapshotd.files.as_user import User, user_of_rank
 from snapshotd.files.held import Held, open_held
-from snapshotd.keepers import relay_keys
 from snapshotd.keepers.ranks import RankEntry
-from snapshotd.keepers.stdio_state import StdioState
-from snapshotd.moves import affinity, image_seal, tree_facts
+from snapshotd.moves import image_seal
 from snapshotd.moves.closed_files import Ahead
 from snapshotd.moves.description import FILE, ImageDescription
 from snapshotd.moves.device import stripe_files
@@ -39,16 +37,18 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.record import OffloadedMemory
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.source import closed_files
-from snapshotd.moves.source.channel import streams_to_target
-from snapshotd.proc import cgroup, cgroup_limits, deleted, gpu_cpus, host, tree
+from snapshotd.moves.source.channel import Opening, opened_beside
+from snapshotd.moves.source.describe import describe
+from snapshotd.proc import cgroup, deleted, host, tree
 from snapshotd.proc.cgroup import Cgroup
-from snapshotd.proc.credentials import Identity
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.runtime.logs import move_context
+from snapshotd.runtime.spans import span
 from snapshotd.transport.image.fifo import make_fifo
 from snapshotd.transport.image.sender import Sender
+from snapshotd.transport.image.stream import Stream
 
 log = logging.getLogger(__name__)
 
@@ -124,11 +124,31 @@ class Dump:
             raise RankGone(f"rank {begin.rank} ended before the dump", where=Where.UNKNOWN)
         await reach(Point.BEFORE_DUMP)
         self.expected = self.entry.memory_bytes() + self.log.record.offloaded_bytes
+        async with opened_beside(self.node, begin) as opening:  # while the rank is looked at, and while criu starts
+            files = await self._dump_and_send(pids, opening)
+        with span("sign"):
+            signature = await in_thread(image_seal.sign, self.node.credentials, image_seal.statement(begin, files))
+        request = pb.SealRequest(move=begin.move, files=files, signature=signature)
+        with span("seal"):
+            async with self.node.client(begin.target_node, begin.target_endpoint) as client:
+                sealed = await client.target.Seal(request, timeout_s=60)
+        if sealed.damaged:
+            raise Damaged(f"these images arrived damaged: {', '.join(sealed.damaged)}", where=Where.SOURCE_FROZEN)
+
+    async def _dump_and_send(self, pids: list[int], opening: Opening) -> list[pb.ImageFile]:
+        """Returns what the target has to find."""
         device, follow = await self._device()
-        new_files = await in_thread(self._recheck, pids)
-        carried = await in_thread(preflight.list_carried, pids, self.node.config.carry_paths)
+        with span("recheck"):
+            new_files = await in_thread(self._recheck, pids)
+        with span("list carried files"):
+            carried = await in_thread(preflight.list_carried, pids, self.node.config.carry_paths)
         self.carried = [fact.path for fact in carried.facts if stat.S_ISREG(fact.mode)]
-        description = await in_thread(self._describe, pids, carried, new_files, device, by_device_channel=not follow)
+        with span("describe"):
+            description = await in_thread(
+                describe,
+                *(self.log.record, self.entry, self.facts, pids, carried, new_files, device),
+                by_device_channel=not follow,
+            )
         user = self.user = await in_thread(user_of_rank, self.entry.pid, self.entry.user_id)
         self.linked = [
             (os.path.dirname(name), *carried.held[name].inode) for name in sorted(set(carried.other_names.values()))
@@ -138,42 +158,43 @@ class Dump:
         with contextlib.ExitStack() as opened:
             fifos = await in_thread(self._make_fifos, pids, opened)
             try:
-                files = await self._send(fifos, carried, user, follow, description)
+                with span("stream") as streaming:
+                    written = asyncio.Event()
+                    async with asyncio.TaskGroup() as group:
+                        # It can begin before the channel is open: what it writes waits in the FIFOs.
+                        group.create_task(self._criu_in_turn(written))
+                        streams = await opening
+                        files = await self._send(streams, written, fifos, carried, user, follow, description)
+                    streaming.bytes = self.sender.bytes_sent if self.sender else 0
+                    return files
             except ExceptionGroup as failures:
                 raise _cause(failures) from failures
-        signature = await in_thread(image_seal.sign, self.node.credentials, image_seal.statement(begin, files))
-        request = pb.SealRequest(move=begin.move, files=files, signature=signature)
-        async with self.node.client(begin.target_node, begin.target_endpoint) as client:
-            sealed = await client.target.Seal(request, timeout_s=60)
-        if sealed.damaged:
-            raise Damaged(f"these images arrived damaged: {', '.join(sealed.damaged)}", where=Where.SOURCE_FROZEN)
 
     async def _send(
         self,
+        streams: Sequence[Stream],
+        written: asyncio.Event,
         fifos: dict[str, int],
         carried: preflight.Carried,
         user: User,
         follow: dict[str, Path],
         description: ImageDescription,
     ) -> list[pb.ImageFile]:
-        """Dumps, and sends everything; returns what the target has to find."""
-        async with (
-            streams_to_target(self.node, self.log.begin) as streams,
-            Sender(streams, self.node.config.chunk_bytes) as self.sender,
-        ):
-            written = asyncio.Event()
+        """Sends everything that criu writes, and what else is needed; returns what the target has to find."""
+        async with Sender(streams, self.node.config.chunk_bytes) as self.sender:
             async with asyncio.TaskGroup() as group:
                 for name, fd in fifos.items():
                     group.create_task(self.sender.put_fd(name, fd, eof=written))
-                group.create_task(self._criu_in_turn(written))
                 rest = group.create_task(
                     closed_files.send_rest(
                         self.node, self.log, self.entry, self.sender, self.ahead, carried.facts, user
                     )
                 )
-            for name in sorted(path.name for path in self.images.iterdir() if path.is_file()):
-                if name not in _NOT_SENT:
-                    await self.sender.put_file(name, self.images / name)
+            await written.wait()
+            with span("send small images"):
+                for name in sorted(path.name for path in self.images.iterdir() if path.is_file()):
+                    if name not in _NOT_SENT:
+                        await self.sender.put_file(name, self.images / name)
             for index, fact in enumerate(carried.facts):
                 if stat.S_ISREG(fact.mode):
                     await self._send_carried(f"carry-{index}", fact.path, carried.held[fact.path], user)
@@ -182,7 +203,8 @@ class Dump:
             async with aiofiles.open(self.images / FILE, "wb") as file:
                 await file.write(description.encode())
             await self.sender.put_file(FILE, self.images / FILE)
-            return [*await self.sender.finish(), *rest.result()]
+            with span("finish"):
+                return [*await self.sender.finish(), *rest.result()]
 
     async def _send_carried(self, name: str, path: str, held: Held, user: User) -> None:
         """Sends a file as the rank itself has it open or mapped: its path may lead to another user's file by now."""
@@ -215,7 +237,11 @@ class Dump:
         group = criu_group(self.log.move).create()
         ours, theirs = session.swrk_pair()
         try:
-            with theirs, session.verified_namespaces(self.entry.pid, self._guest_keeper_pid()) as entered:
+            with (
+                span("start criu"),
+                theirs,
+                session.verified_namespaces(self.entry.pid, self._guest_keeper_pid()) as entered,
+            ):
                 process = await session.spawn_in(self.node.config.criu, entered, group.path, theirs)
         except BaseException:
             ours.close()
@@ -232,19 +258,21 @@ class Dump:
                 Path(self.entry.cgroup),
                 external_ttys(self.log.record.stdio or {}),
             )
-            await session.ask(
-                ours,
-                request,
-                log_path=self.images / "dump.log",
-                timeout_s=DUMP_S,
-                where=Where.SOURCE_FROZEN,
-                on_notify=on_notify,
-            )
+            with span("criu-dump"):
+                await session.ask(
+                    ours,
+                    request,
+                    log_path=self.images / "dump.log",
+                    timeout_s=DUMP_S,
+                    where=Where.SOURCE_FROZEN,
+                    on_notify=on_notify,
+                )
         finally:
             ours.close()
-            await in_thread(group.kill, 10)
-            await process.wait()
-            group.remove()
+            with span("end criu"):
+                await in_thread(group.kill, 10)
+                await process.wait()
+                group.remove()
         if not self.entry.group.frozen():
             raise CriuFailed("criu left the rank unfrozen", where=Where.SOURCE_FROZEN)
         self.dump_seconds = host.boottime_s() - began
@@ -298,65 +326,15 @@ class Dump:
             raise Changed(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_FROZEN)
         return found.new_files
 
-    def _describe(
-        self,
-        pids: list[int],
-        carried: preflight.Carried,
-        new_files: list[pb.FileFact],
-        device: list[OffloadedMemory],
-        *,
-        by_device_channel: bool,
-    ) -> ImageDescription:
-        known, entry = self.log.record, self.entry
-        identity = Identity.of(entry.pid)  # `recheck` has refused programs that have none
-        if identity.to_proto() != self.facts.identity:
-            raise Changed(
-                f"credentials: the rank ran as {Identity.of_proto(self.facts.identity)} when it was checked,"
-                f" and now as {identity}",
-                remedy="retry: preflight will then see the present user and groups",
-                where=Where.SOURCE_FROZEN,
-            )
-        return ImageDescription(
-            root=tree.inner_pid(entry.pid),
-            command=entry.command,
-            started_unix_s=entry.started_unix_s,
-            moves=entry.moves,
-            user_id=entry.user_id,
-            identity=identity,
-            limits=cgroup_limits.read(entry.group.path, cgroup.mount_point()),
-            stopped_before=known.stopped_before or [],
-            affinity=affinity.read(pids),
-            cpus=sorted(os.sched_getaffinity(0)),
-            gpus=(gpus := [use.uuid for use in self.facts.gpu.uses]),
-            gpu_cpus=sorted(gpu_cpus.near(gpus)),
-            carried=carried.facts,
-            other_names=carried.other_names,
-            stdio=_stdio_of(known.stdio),
-            relay_key=entry.relay_key,
-            relay_keys=relay_keys.to_hand_over(entry),
-            home_node=entry.home_node,
-            home_endpoint=entry.home_endpoint,
-            rewires=known.rewires,
-            nodes=known.nodes,
-            former=[(old, new) for old, new in entry.former],
-            socket_options=known.socket_options,
-            new_files=new_files,
-            tree=tree_facts.gather(pids, [*self.facts.files, *new_files]),
-            cuda_pids=[tree.inner_pid(process.pid) for process in known.cuda],
-            checkpoint_bytes=max(0, known.device_bytes - known.offloaded_bytes),
-            nccl_instances=[(tree.inner_pid(one.pid), one.instance) for one in known.nccl_processes],
-            offloaded=device,
-            by_device_channel=by_device_channel,
-        )
-
     @staticmethod
     async def sweep(node: Node, move_log: MoveLog) -> None:
         """Removes what a dump, also one that crashed, leaves here: criu, its cgroup, its links, the images."""
         group = criu_group(move_log.move)
-        await in_thread(group.kill, 10)
-        group.remove()
-        await in_thread(links.sweep, move_log.record.linked)
-        await in_thread(shutil.rmtree, images_folder(node, move_log.move), ignore_errors=True)
+        with span("sweep"):
+            await in_thread(group.kill, 10)
+            group.remove()
+            await in_thread(links.sweep, move_log.record.linked)
+            await in_thread(shutil.rmtree, images_folder(node, move_log.move), ignore_errors=True)
 
 
 def images_folder(node: Node, move: str) -> Path:
@@ -365,13 +343,6 @@ def images_folder(node: Node, move: str) -> Path:
 
 def criu_group(move: str) -> Cgroup:
     return Cgroup(cgroup.for_guests() / f"criu-{move}")
-
-
-def _stdio_of(journalled: dict[str, Any] | None) -> StdioState:
-    try:
-        return msgspec.convert(journalled, StdioState)
-    except msgspec.ValidationError as error:
-        raise Damaged(f"the journalled stdio state is invalid: {error}", where=Where.SOURCE_FROZEN) from error
 
 
 def external_ttys(stdio: dict[str, Any]) -> list[str]:

@@ -28,6 +28,7 @@ from snapshotd.proc import host, tree
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
+from snapshotd.runtime.spans import span
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +66,9 @@ async def freeze(
         )
 
     parts = Parts()
-    processes = await cuda_processes.must_find(node.gpus, group.pids())
-    nccl = await _in_communicators(moving, entry)
+    with span("find processes"):
+        processes = await cuda_processes.must_find(node.gpus, group.pids())
+        nccl = await _in_communicators(moving, entry)
     left_bytes = node.caches_left.pop(move, 0)
     uses = _expected(moving, left_bytes) if processes else {}
     await _prepare(node, moving, processes, parts)
@@ -81,10 +83,13 @@ async def freeze(
         gpu_uses=uses,
         device_bytes=memory.total(uses) if processes else 0,
     )
-    if await in_thread(new_connections.hold, move, await in_thread(tree_flows, group.pids())):
-        await in_thread(new_connections.drain, group.pids())
-    await link.hold(move)
-    await standstill.hold(node.gpus, processes, group, parts, held_copy.processes(nccl))
+    with span("hold new connections"):
+        if await in_thread(new_connections.hold, move, await in_thread(tree_flows, group.pids())):
+            await in_thread(new_connections.drain, group.pids())
+    with span("hold keeper"):
+        await link.hold(move)
+    with span("stand still"):
+        await standstill.hold(node.gpus, processes, group, parts, held_copy.processes(nccl))
 
     async def journal(uses: dict[str, int]) -> None:
         await in_thread(moving.log.mark, Mark.FREEZING, gpu_uses=uses, device_bytes=memory.total(uses))
@@ -96,12 +101,15 @@ async def freeze(
         return await moving.offload.out(node.gpus, processes, parts, lambda: standstill.stop_others(group, parked))
 
     try:
-        device_bytes = await memory.take_off(node.gpus, processes, uses, parts, journal, offload_all)
+        with span("device memory"):
+            device_bytes = await memory.take_off(node.gpus, processes, uses, parts, journal, offload_all)
     except GpuFailed as error:
         raise await in_thread(leftovers.explained, error, held_copy.processes(nccl)) from error
-    await in_thread(tree.stop_all, group, FREEZE_S)
+    with span("stop"):
+        await in_thread(tree.stop_all, group, FREEZE_S)
     await reach(Point.STOPPED)
-    await in_thread(group.freeze, FREEZE_S)
+    with span("freeze"):
+        await in_thread(group.freeze, FREEZE_S)
     if not entry.process.alive():
         raise RankGone(f"rank {entry.rank} ended during the freeze", where=Where.UNKNOWN)
     if other := pending(group.pids()):
@@ -170,12 +178,18 @@ async def _in_communicators(moving: Moving, entry: RankEntry) -> list[NcclProces
 async def _silence(moving: Moving, entry: RankEntry, link: KeeperLink, places: Places) -> list[pb.Rewire]:
     """Journals and filters the frozen rank's connections, takes over its unread input and output, and marks it FROZEN."""
     move, group = moving.log.move, entry.group
-    rewires, flows = await in_thread(connections.frozen, group.pids(), places)
-    await in_thread(connections.hold, move, rewires, on_target=False)
-    held = await in_thread(new_connections.hold, move, flows)  # also at new listeners
-    sockets = await in_thread(socket_options.of, flows)
-    stdio = await link.drain(move)
-    for problem in await in_thread(preflight.sync_files, group.pids()):
+    with span("find connections"):
+        rewires, flows = await in_thread(connections.frozen, group.pids(), places)
+    with span("filter"):
+        await in_thread(connections.hold, move, rewires, on_target=False)
+        held = await in_thread(new_connections.hold, move, flows)  # also at new listeners
+    with span("socket options"):
+        sockets = await in_thread(socket_options.of, flows)
+    with span("drain stdio"):
+        stdio = await link.drain(move)
+    with span("sync files"):
+        problems = await in_thread(preflight.sync_files, group.pids())
+    for problem in problems:
         log.warning("not synced: %s", problem)
     await in_thread(
         moving.log.mark,

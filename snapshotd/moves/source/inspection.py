@@ -3,57 +3,97 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import SnapshotError
 from snapshotd.keepers.hello import protocol_problem
 from snapshotd.keepers.ranks import RankEntry
+from snapshotd.moves.closed_files import Scope
 from snapshotd.moves.device import cuda_processes
 from snapshotd.moves.node import Node
 from snapshotd.moves.source import closed_files
 from snapshotd.proc import host
 from snapshotd.proc.credentials import Mixed
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.spans import span
 
 KEEPER_BACK_S = 5.0
+#: How long what preflight found counts for a move that begins.
+FRESH_S = 30.0
 #: How often a rank is looked at before a refusal counts, if processes of it ended during the look.
 LOOKS = 4
 
 
-async def facts(node: Node, entry: RankEntry) -> tuple[pb.RankFacts, list[pb.Check]]:
+@dataclass(frozen=True)
+class Looked:
+    """What a look at a rank has found."""
+
+    facts: pb.RankFacts
+    checks: list[pb.Check]
+    scope: Scope | None = None  # which closed files are the rank's; None: they were not looked at
+
+
+class Remembered:
+    """What preflight found about ranks, for the move that begins right afterwards.
+
+    Looking again would take as long again, and would be less certain: the target has compared what preflight found. What the
+    rank has mapped or opened since is found when it is frozen, and compared then (preflight/after_freeze.py)."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[float, Looked]] = {}  # by the rank's uid: when, and what
+
+    def put(self, found: Looked) -> None:
+        now_s = host.boottime_s()
+        self._found = {uid: one for uid, one in self._found.items() if now_s - one[0] < FRESH_S}
+        self._found[found.facts.rank.uid] = now_s, found
+
+    def take(self, entry: RankEntry) -> Looked | None:
+        """None if it was too long ago, or of another process."""
+        when_s, found = self._found.pop(entry.uid, (0.0, Looked(pb.RankFacts(), [])))
+        process = found.facts.rank.process
+        same = (process.pid, process.start_ticks) == (entry.pid, entry.start_ticks)
+        return found if same and host.boottime_s() - when_s < FRESH_S else None
+
+
+async def look(node: Node, entry: RankEntry) -> Looked:
     """The facts about a rank, and the checks of preflight on its source.
 
     A refusal may concern a process that ended during the look, or one that only seemed to be without a parent because that
     ended: jobs start programs that live for milliseconds. The rank is then looked at again."""
     for _ in range(LOOKS - 1):
         pids = entry.group.pids()
-        found, checks = await _look(node, entry, pids)
-        if not preflight.refusals(checks) or set(pids) <= set(entry.group.pids()):
-            return found, checks
+        found = await _look(node, entry, pids)
+        if not preflight.refusals(found.checks) or set(pids) <= set(entry.group.pids()):
+            return found
     return await _look(node, entry, entry.group.pids())
 
 
-async def _look(node: Node, entry: RankEntry, pids: list[int]) -> tuple[pb.RankFacts, list[pb.Check]]:
-    config = node.config
-    look, more = await cuda_processes.find(node.gpus, pids)
-    nccl = await in_thread(preflight.read_nccl_reports, pids, _neighbours(node, entry))
-    facts, checks = await in_thread(
-        preflight.inspect_rank,
-        pids,
-        entry.pid,
-        rank=entry.to_proto(config.node),
-        node=config.node,
-        daemon_version=host.DAEMON_VERSION,
-        criu_version=config.criu_version,
-        carry_paths=config.carry_paths,
-        keeper_pid=entry.keeper_pid if entry.link is not None else 0,
-        keeper_is_guest=entry.role == "guest",
-        gpu=look,
-        nccl=nccl,
-    )
+async def _look(node: Node, entry: RankEntry, pids: list[int]) -> Looked:
+    config, scope = node.config, None
+    with span("find CUDA processes"):
+        look, more = await cuda_processes.find(node.gpus, pids)
+    with span("ask gates"):
+        nccl = await in_thread(preflight.read_nccl_reports, pids, _neighbours(node, entry))
+    with span("inspect rank"):
+        facts, checks = await in_thread(
+            preflight.inspect_rank,
+            pids,
+            entry.pid,
+            rank=entry.to_proto(config.node),
+            node=config.node,
+            daemon_version=host.DAEMON_VERSION,
+            criu_version=config.criu_version,
+            carry_paths=config.carry_paths,
+            keeper_pid=entry.keeper_pid if entry.link is not None else 0,
+            keeper_is_guest=entry.role == "guest",
+            gpu=look,
+            nccl=nccl,
+        )
     if not preflight.refusals(checks):  # one may say that the rank's paths must not be looked at
-        found, check = await in_thread(_closed_files, node, entry, facts)
+        with span("look for closed files"):
+            found, check, scope = await in_thread(_closed_files, node, entry, facts)
         facts.closed_bytes.update(found)
         facts.carried_bytes += sum(found.values())
         more.append(check)
@@ -63,7 +103,7 @@ async def _look(node: Node, entry: RankEntry, pids: list[int]) -> tuple[pb.RankF
         )
     if offloaded_bytes := facts.gpu.offloaded_bytes:
         more.append(preflight.offload_room(offloaded_bytes, await in_thread(node.store.room_bytes)))
-    return facts, [*checks, *more]
+    return Looked(facts, [*checks, *more], scope)
 
 
 def _neighbours(node: Node, entry: RankEntry) -> list[tuple[int, int]]:
@@ -73,12 +113,13 @@ def _neighbours(node: Node, entry: RankEntry) -> list[tuple[int, int]]:
     return [(one.rank, pid) for one in of_job for pid in one.group.pids()]
 
 
-def _closed_files(node: Node, entry: RankEntry, facts: pb.RankFacts) -> tuple[dict[str, int], pb.Check]:
+def _closed_files(node: Node, entry: RankEntry, facts: pb.RankFacts) -> tuple[dict[str, int], pb.Check, Scope | None]:
     try:
-        found, check = closed_files.look(node, entry, facts)
+        scope = closed_files.scope_of(node, entry)
+        found, check = closed_files.look(node, entry, facts, scope)
     except (OSError, Mixed, SnapshotError) as error:
-        return {}, preflight.failed("closed-files", error)
-    return found.bytes_by_root(), check
+        return {}, preflight.failed("closed-files", error), None
+    return found.bytes_by_root(), check, scope
 
 
 async def keeper_back(entry: RankEntry) -> None:

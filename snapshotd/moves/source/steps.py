@@ -45,6 +45,7 @@ from snapshotd.net.places import Places
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
+from snapshotd.runtime.spans import span
 
 
 class SourceSteps(SourceSettling):
@@ -53,6 +54,7 @@ class SourceSteps(SourceSettling):
     def __init__(self, node: Node, pending: Callable[[Iterable[int]], str], communicators: Communicators) -> None:
         super().__init__(node, communicators)
         self._pending = pending  # the unfinished move of another rank that has re-pointed sockets of these processes
+        self._inspected = inspection.Remembered()
 
     async def inspect(self, request: pb.InspectRequest) -> pb.InspectReply:
         """What the rank uses, and the checks of preflight. Changes nothing."""
@@ -63,9 +65,12 @@ class SourceSteps(SourceSettling):
             return pb.InspectReply(checks=[understood])
         entry = self.node.ranks.here(request.rank_uid)
         await inspection.keeper_back(entry)
-        facts, checks = await inspection.facts(self.node, entry)
+        looked = await inspection.look(self.node, entry)
+        self._inspected.put(looked)
+        checks = list(looked.checks)
         places = self._places(request.nodes, request.target_node)
-        rewires, more = await in_thread(connections.look, entry.group.pids(), places)
+        with span("find connections"):
+            rewires, more = await in_thread(connections.look, entry.group.pids(), places)
         checks += more
         other = self._pending(entry.group.pids())
         if entry.moving or other:
@@ -78,7 +83,7 @@ class SourceSteps(SourceSettling):
                     remedy=Busy.remedy,
                 )
             )
-        return pb.InspectReply(facts=facts, checks=checks, rewires=rewires)
+        return pb.InspectReply(facts=looked.facts, checks=checks, rewires=rewires)
 
     def _places(self, nodes: Iterable[pb.NodeAddresses], target: str) -> Places:
         return Places.of(nodes, self.node.config.node, target)
@@ -133,7 +138,8 @@ class SourceSteps(SourceSettling):
         )
         moving = self.track(move_log)
         self.settle_all()
-        moving.facts = (await inspection.facts(self.node, entry))[0]
+        looked = self._inspected.take(entry) or await inspection.look(self.node, entry)
+        moving.facts, moving.scope = looked.facts, looked.scope
         await reach(Point.BEGIN)
         return pb.BeginReply()
 
@@ -144,7 +150,8 @@ class SourceSteps(SourceSettling):
         async with self.working_on(move, "prepare", at={Mark.BEGUN}) as moving:
             parts = Parts()
             if moving.ahead is None:
-                moving.ahead = await closed_files.send_ahead(self.node, moving, self._entry(moving))
+                with span("send closed files"):
+                    moving.ahead = await closed_files.send_ahead(self.node, moving, self._entry(moving))
                 await reach(Point.SENT_AHEAD)
             await freeze.make_ready(self.node, moving, self._entry(moving), parts)
             await reach(Point.READY)
@@ -275,15 +282,16 @@ class SourceSteps(SourceSettling):
             await self.settle_once(moving)
 
     @step
-    async def release(self, move: str, pause_s: float) -> pb.ReleaseReply:
+    async def release(self, move: str, pause_s: float, timing: pb.Timing) -> pb.ReleaseReply:
         """Drops the frozen copy, once the target reports the rank running."""
         moving = self.moving(move)
-        moving.pause_s = pause_s
+        moving.pause_s, moving.timing = pause_s, timing
         async with self.ending(moving, "settle"):
             await self.settle_once(moving)
             settled = moving.log.last_mark is Mark.SETTLED
             if settled and pause_s and not moving.log.known.pause_s:  # settled before the driver knew the pause
-                await in_thread(moving.log.mark, Mark.SETTLED, pause_s=pause_s)
+                predicted_s = timing.predicted_s
+                await in_thread(moving.log.mark, Mark.SETTLED, pause_s=pause_s, predicted_s=predicted_s, timing=timing)
         sent_bytes = moving.log.known.sent_bytes
         return pb.ReleaseReply(released=settled, waiting_for=moving.waiting_for, bytes=sent_bytes)
 

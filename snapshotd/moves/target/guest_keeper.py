@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import sys
-from pathlib import Path
 
 from snapshotd.api.errors import Timeout, Where
 from snapshotd.criu import session
@@ -18,15 +15,14 @@ from snapshotd.keepers.link import KeeperLink
 from snapshotd.moves.description import ImageDescription
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import Begin
+from snapshotd.moves.target import waiting_keepers
+from snapshotd.moves.target.waiting_keepers import WaitingKeeper
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.proc.privileges import Credentials
-from snapshotd.runtime import programs
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 
 KEEPER_S = 15.0
-#: Where this program is installed.
-_PACKAGES = Path(__file__).resolve().parents[3]
 
 
 async def start(
@@ -36,15 +32,35 @@ async def start(
     group: Cgroup,
     user: Credentials,
     connected: asyncio.Future[KeeperLink],
-) -> tuple[KeeperLink, socket.socket, asyncio.subprocess.Process]:
+) -> tuple[KeeperLink, WaitingKeeper]:
     """Starts the guest keeper. It is connected when this returns, and criu waits for its request on the socket."""
     config = node.config
-    program = programs.opened(config.criu)
+    keeper = await in_thread(waiting_keepers.take, config.criu)
+    try:
+        await in_thread(keeper.order, await _orders(node, begin, image, group, user, keeper))
+        await reach(Point.KEEPER_STARTED)
+        link = await asyncio.wait_for(connected, KEEPER_S)
+    except BaseException as error:
+        await in_thread(keeper.end)  # and criu with it
+        if not isinstance(error, TimeoutError | BrokenPipeError):
+            raise
+        how = f"did not come up in {KEEPER_S:.0f} s" if isinstance(error, TimeoutError) else "took no orders"
+        code = keeper.process.returncode
+        raise Timeout(
+            f"the guest keeper {how}{f' (it ended with {code})' if code else ''}",
+            remedy="see the daemon's log on the target for its output",
+            where=Where.SOURCE_FROZEN,
+        ) from error
+    return link, keeper
+
+
+async def _orders(
+    node: Node, begin: Begin, image: ImageDescription, group: Cgroup, user: Credentials, keeper: WaitingKeeper
+) -> bytes:
+    config, program = node.config, keeper.program
     environment = session.restore_environment(program, node.store.path(begin.move), user)
     stdio = await in_thread(image.stdio.to_json)
-    ours, theirs = session.swrk_pair()
-    process: asyncio.subprocess.Process | None = None
-    spec = {
+    orders = {
         "uid": begin.rank_uid,
         "job": begin.job,
         "rank": begin.rank,
@@ -55,7 +71,7 @@ async def start(
         "node": config.node,
         "keeper_sock": str(config.keeper_socket),
         "criu": {"argv": program.argv, "fds": program.fds, "environment": environment},
-        "criu_fd": theirs.fileno(),
+        "criu_fd": keeper.criu_fd,
         "cgroup_procs": str(group.path / "cgroup.procs"),
         "identity": image.identity.to_orders(),
         "stdio": stdio,
@@ -69,31 +85,4 @@ async def start(
         "moves": image.moves + 1,
         "started_unix_s": image.started_unix_s,
     }
-    try:
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "shim.keeper.guest"),
-                pass_fds=(theirs.fileno(), *program.fds),
-                env=programs.environment(PYTHONPATH=str(_PACKAGES)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.DEVNULL,
-                # stderr is this daemon's: a pipe would stay open in the keeper, and asyncio's wait() waits for its end too.
-                start_new_session=True,
-                cwd="/",
-            )
-        assert process.stdin is not None
-        process.stdin.write(await in_thread(lambda: json.dumps(spec).encode()))
-        process.stdin.close()
-        await reach(Point.KEEPER_STARTED)
-        link = await asyncio.wait_for(connected, KEEPER_S)
-    except BaseException as error:
-        ours.close()  # criu ends with it
-        if not isinstance(error, TimeoutError):
-            raise
-        ended = f" (it ended with {process.returncode})" if process and process.returncode else ""
-        raise Timeout(
-            f"the guest keeper did not come up in {KEEPER_S:.0f} s{ended}",
-            remedy="see the daemon's log on the target for its output",
-            where=Where.SOURCE_FROZEN,
-        ) from error
-    return link, ours, process
+    return await in_thread(lambda: json.dumps(orders).encode())

@@ -41,6 +41,7 @@ from snapshotd.proc import cgroup_limits, gpu_cpus, host, oom_score, tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
+from snapshotd.runtime.spans import span
 from snapshotd.transport.device.incoming import Incoming
 
 log = logging.getLogger(__name__)
@@ -63,10 +64,12 @@ class Restore:
         folder = self.node.store.path(self.log.move)
         image = await _read_description(folder)
         _same_rank(self.log, image)
-        described = await in_thread(self._verify, folder, image)
+        with span("verify image"):
+            described = await in_thread(self._verify, folder, image)
         if image.by_device_channel and incoming is None:
             await in_thread(refill.must_be_here, folder, image.offloaded)
-        await self._place_and_mend(folder, image)
+        with span("place files"):
+            await self._place_and_mend(folder, image)
         placing = asyncio.create_task(in_thread(self._place_closed, folder, image))  # criu needs none of these files
         try:
             held = await self._restore(folder, image, described, parts, incoming)
@@ -82,21 +85,24 @@ class Restore:
         user = next(one.credentials for one in described.processes if one.pid == image.root)
         rewires = image.rewires
         await in_thread(self.log.mark, Mark.RESTORING, filtered=bool(rewires))
-        await in_thread(connections.hold, begin.move, rewires, on_target=True)
+        with span("filter"):
+            await in_thread(connections.hold, begin.move, rewires, on_target=True)
         meeting = asyncio.create_task(in_thread(connections.meet, rewires, image.nodes))
-        rewritten = await in_thread(connections.rewrite, folder, rewires)
+        with span("rewrite sockets"):
+            rewritten = await in_thread(connections.rewrite, folder, rewires)
         group = cgroup_for_guest(begin.rank_uid, begin.move)
         entry = self._entry(image, group)
         # Before there is a keeper: one whose move is not registered is not wanted, and ends.
         self.node.ranks.put(entry)
-        link, ours, process = await guest_keeper.start(self.node, begin, image, group, user, self.link)
+        with span("start keeper"):
+            link, keeper = await guest_keeper.start(self.node, begin, image, group, user, self.link)
         try:
             entry.keeper_pid, entry.keeper_start_ticks = link.keeper.pid, link.keeper.start_ticks
             self.node.ranks.put(entry)
             inherit = [(item.key, item.fd) for item in link.info.inherit]
             image_bytes = await in_thread(_image_bytes, folder)
             asking = session.ask(
-                ours,
+                keeper.ours,
                 session.restore_request(folder, inherit),
                 log_path=folder / "restore.log",
                 timeout_s=RESTORE_S + RESTORE_GIB_S * image_bytes / 2**30,
@@ -105,37 +111,44 @@ class Restore:
             )
             answer = await parts.time("criu-restore", asking, image_bytes)
         finally:
-            ours.close()
-            await process.wait()
-        root = await in_thread(tree.find_child, link.keeper.pid, answer.restore.pid, STOP_S)
-        await in_thread(_hold, group)
-        await in_thread(oom_score.spare_no_user, group.pids())
-        await in_thread(self._compare, group.pids(), image, described)
-        await in_thread(connections.finish, group.pids(), rewritten, image.socket_options.reset)
-        await in_thread(socket_options.use_full_segments, group.pids())
-        await meeting
+            keeper.ours.close()
+            with span("end criu"):
+                await in_thread(keeper.wait)
+        with span("hold"):
+            root = await in_thread(tree.find_child, link.keeper.pid, answer.restore.pid, STOP_S)
+            await in_thread(_hold, group)
+            await in_thread(oom_score.spare_no_user, group.pids())
+        with span("compare"):
+            await in_thread(self._compare, group.pids(), image, described)
+        with span("finish connections"):
+            await in_thread(connections.finish, group.pids(), rewritten, image.socket_options.reset)
+            await in_thread(socket_options.use_full_segments, group.pids())
+            await meeting
         processes = _processes(group.pids(), image.cuda_pids)
         known = self.log.record
         pairs = [] if known.gpus_by_index else [Pair(old, new) for old, new in known.gpu_pairs]
         beside = incoming if image.by_device_channel else None
         inner = dict(zip(image.cuda_pids, processes, strict=True))
-        await memory.revive(
-            self.node.gpus,
-            processes,
-            group,
-            pairs,
-            image.checkpoint_bytes,
-            parts,
-            lambda: refill.on_target(inner, image.offloaded, folder, beside, parts),
-        )
+        with span("device memory"):
+            await memory.revive(
+                self.node.gpus,
+                processes,
+                group,
+                pairs,
+                image.checkpoint_bytes,
+                parts,
+                lambda: refill.on_target(inner, image.offloaded, folder, beside, parts),
+            )
         in_nccl = _processes(group.pids(), [pid for pid, _ in image.nccl_instances])
         nccl = [
             NcclProcess(process.pid, process.start_ticks, number)
             for process, (_, number) in zip(in_nccl, image.nccl_instances, strict=True)
         ]
-        await link.restored(answer.restore.pid)
-        await in_thread(self._bind, group.pids(), image)
-        await in_thread(_set_limits, group, image.limits)
+        with span("tell keeper"):
+            await link.restored(answer.restore.pid)
+        with span("bind and limit"):
+            await in_thread(self._bind, group.pids(), image)
+            await in_thread(_set_limits, group, image.limits)
         entry.pid, entry.start_ticks, entry.link = root.pid, root.start_ticks, link
         self.node.ranks.put(entry)
         return Fields(

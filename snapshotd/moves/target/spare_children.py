@@ -13,6 +13,7 @@ from collections.abc import Callable
 from snapshotd.api.errors import SnapshotError
 from snapshotd.criu import parsers
 from snapshotd.files import as_user
+from snapshotd.moves.target import waiting_keepers
 from snapshotd.proc import foreign_memory
 from snapshotd.runtime.blocking import in_thread
 
@@ -23,6 +24,14 @@ _LATER_S = 3.0
 #: How many children for files wait for the next move.
 _FILES = 2
 _running: set[asyncio.Task[None]] = set()
+
+
+async def start_keeper(criu: str) -> None:
+    """Starts a guest keeper for a restore. If that fails, the restore starts its own, and fails with the reason."""
+    try:
+        await in_thread(waiting_keepers.prepare, criu)
+    except SnapshotError as error:
+        log.warning("no guest keeper was started in advance: %s", error.message)
 
 
 async def start_spares() -> None:
@@ -48,4 +57,5 @@ def _start(under_way: Callable[[], bool]) -> None:
 async def _renew(under_way: Callable[[], bool]) -> None:
     if not under_way():
         await in_thread(as_user.spares.trim, _FILES)
+        await in_thread(waiting_keepers.close)  # the next move starts its own, while it is prepared
     await start_spares()

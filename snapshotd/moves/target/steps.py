@@ -41,12 +41,13 @@ from snapshotd.moves.target import gpus
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.settling import TargetSettling, facts_of
 from snapshotd.moves.target.source_signature import SourceSignatures
-from snapshotd.moves.target.spare_children import start_spares
+from snapshotd.moves.target.spare_children import start_keeper, start_spares
 from snapshotd.proc import host
 from snapshotd.proc.credentials import Identity
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
+from snapshotd.runtime.spans import span
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +100,9 @@ class TargetSteps(TargetSettling):
             same = (older.begin.rank_uid, older.begin.role) == (facts.rank.uid, "source")
             if same and older.last_mark is not Mark.SETTLED:
                 raise Busy(f"move {older.move} of this rank away from here is not cleaned up yet")
-        await self._check_source(facts.source_node, request)
-        await self._signatures.meet(facts.source_node, request.source_endpoint)
+        with span("meet source"):
+            await self._check_source(facts.source_node, request)
+            await self._signatures.meet(facts.source_node, request.source_endpoint)
         await reach(Point.BEFORE_PREPARE)
         async with self._choosing:  # two moves that begin at the same time get different GPUs
             pairs = await gpus.choose(self.node, request)
@@ -133,10 +135,12 @@ class TargetSteps(TargetSettling):
                 identity=identity,
             )
         self.track(move_log)
-        for needed in (any(fact.carried for fact in facts.files), bool(facts.closed_bytes)):
-            if needed:
-                await in_thread(spares.add)
-        await start_spares()
+        with span("start spares"):
+            for needed in (any(fact.carried for fact in facts.files), bool(facts.closed_bytes)):
+                if needed:
+                    await in_thread(spares.add)
+            await start_keeper(config.criu)
+            await start_spares()
         await reach(Point.PREPARE)
         return _prepared(move_log)
 
@@ -171,8 +175,10 @@ class TargetSteps(TargetSettling):
         """The source has sent all files: verifies that they are complete, and those that the source has signed."""
         self.authorise_source(request.move, caller)
         async with self.working_on(request.move, "stream") as moving:
-            await self._signatures.check(moving.log.begin, request.files, request.signature)
-            damaged = await in_thread(self.node.store.seal, request.move, request.files)
+            with span("check signature"):
+                await self._signatures.check(moving.log.begin, request.files, request.signature)
+            with span("verify"):
+                damaged = await in_thread(self.node.store.seal, request.move, request.files)
             if not damaged:
                 await in_thread(self.bulk_receivers.close, request.move)
             if not damaged and moving.log.last_mark is Mark.PREPARED:

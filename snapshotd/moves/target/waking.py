@@ -14,6 +14,7 @@ from snapshotd.moves.rules import Mark
 from snapshotd.proc import tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.spans import span
 
 log = logging.getLogger(__name__)
 
@@ -26,11 +27,15 @@ async def wake(move_log: MoveLog) -> None:
     then releases the threads that were parked for the GPU and opens its gates. Idempotent."""
     known = await in_thread(move_log.whole)
     group = Cgroup(Path(known.cgroup))
-    for problem in await in_thread(socket_options.put_back, group.pids(), known.socket_options):
+    with span("socket options"):
+        problems = await in_thread(socket_options.put_back, group.pids(), known.socket_options)
+    for problem in problems:
         log.warning("a socket of rank %s differs from before: %s", move_log.begin.rank, problem)
-    await in_thread(connections.let_go, move_log)
-    await in_thread(tree.continue_all, group, known.stopped_before or [])
-    await in_thread(group.thaw, WAKE_S)
+    with span("drop filter"):
+        await in_thread(connections.let_go, move_log)
+    with span("thaw"):
+        await in_thread(tree.continue_all, group, known.stopped_before or [])
+        await in_thread(group.thaw, WAKE_S)
     parked = standstill.parked_ones(known.cuda, held_copy.processes(known.nccl_processes))
     await standstill.let_go([process for process in parked if process.alive()])
     if known.nccl_processes and not known.gates_opened:

@@ -11,6 +11,8 @@ import contextlib
 import fcntl
 import os
 import select
+import sys
+import termios
 from enum import Enum, auto
 from pathlib import Path
 
@@ -66,6 +68,11 @@ def read_chunk(fd: int, limit_bytes: int, patience_ms: int) -> tuple[bytes, Stop
         pieces.append(piece)
         missing_bytes -= len(piece)
     return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), stop
+
+
+def unread_bytes(fd: int) -> int:
+    """How many bytes are in the pipe."""
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 async def readable(fd: int, eof: asyncio.Event | None) -> None:

@@ -24,7 +24,7 @@ from snapshotd.api.errors import Damaged, Internal, SnapshotError, Unreachable, 
 from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image.chunk_list import Chunks, summary
-from snapshotd.transport.image.fifo import Stop, read_chunk, readable
+from snapshotd.transport.image.fifo import Stop, read_chunk, readable, unread_bytes
 from snapshotd.transport.image.frame import (
     IMAGE_NAME,
     MAX_CHUNK_BYTES,
@@ -155,6 +155,8 @@ class Sender:
         while True:
             await readable(fd, eof)
             over = eof is not None and eof.is_set()  # checked before the read: what was written by then is in the pipe
+            if over and not unread_bytes(fd):
+                break
             frame, stop = await self._read_into_slot(partial(self._pipe_chunk, name, fd, offset))
             if frame is not None:
                 offset += frame.length
@@ -166,9 +168,10 @@ class Sender:
                 # A writer closed the pipe without a byte: poll reports that for ever, so check only now and then.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(eof.wait(), _PATIENCE_MS / 1000)
-        if not offset:
-            empty = partial(hole_frame, name=name, offset=0, length=0, strong=self._strong)
-            await self._read_into_slot(lambda sequence: (empty(sequence), Stop.NO_WRITER))
+        if not offset:  # not in a thread: most FIFOs of a dump are empty, and all of them end at the same moment
+            await self._slots.acquire()
+            self._sequence += 1
+            self._keep(hole_frame(self._sequence, name, 0, 0, strong=self._strong))
 
     def _pipe_chunk(self, name: str, fd: int, offset: int, sequence: int) -> tuple[Frame | None, Stop]:
         data, stop = read_chunk(fd, self._chunk_bytes, _PATIENCE_MS)
@@ -207,12 +210,16 @@ class Sender:
             if frame is None:
                 self._slots.release()
         if frame is not None:
-            self._files[frame.name][frame.offset] = (frame.length, frame.digest)
-            self._held[frame.sequence] = _Held(frame)
-            self.peak_chunks_held = max(self.peak_chunks_held, len(self._held))
-            self._all_stored.clear()
-            self._ready.put_nowait(self._held[frame.sequence])
+            self._keep(frame)
         return frame, stop
+
+    def _keep(self, frame: Frame) -> None:
+        """Queues a chunk that has a slot for the streams."""
+        self._files[frame.name][frame.offset] = (frame.length, frame.digest)
+        self._held[frame.sequence] = _Held(frame)
+        self.peak_chunks_held = max(self.peak_chunks_held, len(self._held))
+        self._all_stored.clear()
+        self._ready.put_nowait(self._held[frame.sequence])
 
     # ------------------------------------------------------------ streams
 
