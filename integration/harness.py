@@ -150,10 +150,18 @@ class Cluster:
         return {**os.environ, "MIGRATOR_CLUSTER": str(self.lab.cluster_path), **more}
 
     def move(
-        self, job: Job, to: str, *, rank: int = 0, expect: int = 0, timeout_s: float = PATIENCE_S
+        self,
+        job: Job,
+        to: str,
+        *,
+        rank: int = 0,
+        expect: int = 0,
+        timeout_s: float = PATIENCE_S,
+        more: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Runs `migrator move --json`; fails unless it exits with `expect`."""
-        done = self.migrator("move", "--rank", str(rank), "--job", job.name, "--to", to, "--json", timeout_s=timeout_s)
+        asked = ("--rank", str(rank), "--job", job.name, "--to", to, "--json", *more)
+        done = self.migrator("move", *asked, timeout_s=timeout_s)
         assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
         result: dict[str, Any] = json.loads(done.stdout)
         return result

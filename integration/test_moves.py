@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from integration.harness import WORKLOADS, Cluster
+from tests.cli import chrome_trace
 
 
 def uninterrupted(program: str, *arguments: str) -> str:
@@ -17,16 +18,48 @@ def uninterrupted(program: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
-def test_losses_of_a_moved_training_job_are_bit_identical(nodes: Cluster) -> None:
+def shows_where_the_time_went(chart: chrome_trace.Chart, pause_s: float) -> None:
+    """The trace of a move from node-1 to spare-1. That its spans nest was checked by `chrome_trace.read`."""
+    assert chart.rows() == {"driver (migrator move)", "node-1 (source)", "spare-1 (target)"}
+    assert chart.about["missing"] == {}
+    pause = chart.one("pause")
+    assert pause.seconds == pytest.approx(pause_s, abs=0.001)
+    names = ("Freeze", "Stream", "Restore", "Repoint", "Commit", "Activate")
+    steps = [chart.one(name, "driver") for name in names]
+    assert 0.8 * pause.seconds <= sum(step.seconds for step in steps) <= pause.seconds + 0.001
+    for call, node in (("Source.Freeze", "node-1"), ("Source.Stream", "node-1"), ("Target.Restore", "spare-1")):
+        asked, served = chart.one(call, "driver"), chart.one(call, node)
+        assert asked.began_us <= served.began_us <= served.ended_us <= asked.ended_us  # although the clocks differ
+    parts = [
+        span for span in chart.spans if "node" not in span.args and "." not in span.name and "driver" not in span.row
+    ]
+    known = {span.name for span in parts}
+    assert {"stop", "freeze", "criu-dump", "stream", "verify", "start keeper", "criu-restore", "thaw"} <= known
+    assert chart.one("stream").args["bytes"] > 0
+    assert covered_us(parts, pause) >= 0.5 * (pause.ended_us - pause.began_us)
+
+
+def covered_us(spans: list[chrome_trace.Shown], within: chrome_trace.Shown) -> float:
+    """How much of `within` is inside at least one of the spans."""
+    total, until = 0.0, within.began_us
+    for span in sorted(spans, key=lambda one: one.began_us):
+        began, ended = max(span.began_us, until), min(span.ended_us, within.ended_us)
+        total += max(0.0, ended - began)
+        until = max(until, ended)
+    return total
+
+
+def test_losses_of_a_moved_training_job_are_bit_identical(nodes: Cluster, tmp_path: Path) -> None:
     end = nodes.folder / "end"
     end.unlink(missing_ok=True)
     job = nodes.workload("node-1", "train.py", "--end-file", str(end))
     job.await_lines(20)
-    result = nodes.move(job, "spare-1")
+    result = nodes.move(job, "spare-1", more=("--trace", str(tmp_path / "trace.json")))
     steps = str(job.end_soon(end))
     assert result["outcome"] == "moved"
     assert result["source"] == "node-1"
     assert result["target"] == "spare-1"
+    shows_where_the_time_went(chrome_trace.read(tmp_path / "trace.json"), result["pause_s"])
     assert job.finish() == 0
     assert job.text() == uninterrupted("train.py", "--steps", steps, "--pace-s", "0")
 

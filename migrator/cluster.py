@@ -24,7 +24,7 @@ import ipaddress
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,6 +85,7 @@ class Cluster:
     networks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by node: name of a network -> address
     labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by node: spare, rack, network
     ssh: Mapping[str, str] = field(default_factory=dict)  # by node: where `migrator cluster add --ssh` reached it
+    watch: Callable[[str, DaemonClient], DaemonClient] | None = None  # what to make of each client before it is used
 
     @classmethod
     def load(cls, path: Path | str | None = None, places: Places | None = None) -> Cluster:
@@ -143,6 +144,10 @@ class Cluster:
 
     def client(self, node: str) -> DaemonClient:
         """A client of that node's daemon, not yet connected."""
+        made = self._client(node)
+        return made if self.watch is None else self.watch(node, made)
+
+    def _client(self, node: str) -> DaemonClient:
         if node not in self.nodes:
             raise NotFound(f"no node is called {node!r}", remedy=f"the nodes are: {', '.join(sorted(self.nodes))}")
         # Imported here: `migrator lab down` needs no gRPC, and `enter` must be called before gRPC starts threads.

@@ -146,6 +146,11 @@ class Move:
     def pause_s(self) -> float:
         return max(view.record.pause_s for view in self.views)
 
+    @property
+    def predicted_s(self) -> float:
+        """The pause that was predicted; 0: none was."""
+        return max(view.record.predicted_s for view in self.views)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "move": self.id,
@@ -164,6 +169,7 @@ class Move:
             "begun_unix_s": round(self.begun_unix_s, 3),
             "ended_unix_s": round(self.ended_unix_s, 3),
             "pause_s": round(self.pause_s, 4),
+            "predicted_s": round(self.predicted_s, 4),
             "bytes": self.bytes,
             "views": [
                 {

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from migrator import formatting
+from migrator.estimate import Estimate
 from migrator.protocol import Verdict
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Where
@@ -55,6 +56,7 @@ class CheckReport:
     target: str
     rank: pb.Rank
     checks: list[pb.Check]
+    estimate: Estimate | None = None  # if it was asked for
 
     @property
     def refused(self) -> bool:
@@ -77,7 +79,7 @@ class CheckReport:
                 }
                 for check in self.checks
             ],
-        }
+        } | ({"estimate": self.estimate.to_json()} if self.estimate is not None else {})
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class MoveResult:
     user_id: int = -1  # whose job it is
     attempts: int = 1  # more than one: the rank changed between preflight and the freeze of the earlier ones
     peers_stopped_s: float = 0.0  # the longest time for which a peer's process was stopped
+    predicted_s: float = 0.0  # the pause that was predicted before the move; 0: none was
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -119,6 +122,7 @@ class MoveResult:
             "outcome": self.outcome.value,
             "attempts": self.attempts,
             "pause_s": round(self.pause_s, 4),
+            "predicted_s": round(self.predicted_s, 4),
             "peers_stopped_s": round(self.peers_stopped_s, 6),
             "bytes": self.bytes,
             "phases": [phase.to_json() for phase in self.phases],

@@ -7,6 +7,7 @@ import asyncio
 
 from migrator import formatting
 from migrator.cli import arguments, output
+from migrator.estimate import Estimate
 from migrator.results import CheckReport, MoveOptions
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Refused
@@ -20,9 +21,15 @@ def add(verbs: arguments.Verbs) -> None:
         act,
         "check whether a rank can move to a node",
         more="Nothing is paused. Each check passes (✓), warns (!) or refuses the move (✗).",
-        examples="  migrator check --rank 1 --to spare-1\n  migrator check --rank 0 --job night --to node-2 --json",
+        examples="  migrator check --rank 1 --to spare-1\n  migrator check --rank 0 --job night --to node-2 --json\n"
+        "  migrator check --rank 1 --to spare-1 --estimate",
     )
     add_ask(parser)
+    parser.add_argument(
+        "--estimate",
+        action="store_true",
+        help="also predict the pause of the move, from the rank's memory and earlier moves of these nodes",
+    )
 
 
 def add_ask(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +73,7 @@ def act(options: argparse.Namespace) -> int:
     asked = MoveOptions(
         options.rank, options.to, options.job, gpu=options.gpu or "", user_id=options.user, source=options.source or ""
     )
-    report = asyncio.run(driver.Driver(cluster, lambda _: None).check(asked))
+    report = asyncio.run(driver.Driver(cluster, lambda _: None).check(asked, estimate=options.estimate))
     if arguments.wants_json(options):
         output.json_object(report.to_json())
     else:
@@ -87,3 +94,14 @@ def _show(report: CheckReport) -> None:
         print(output.styled(f"the rank cannot move: {refusals} of {len(report.checks)} checks refuse", "red"))
     else:
         print(output.styled(f"the rank can move: none of {len(report.checks)} checks refuses", "green"))
+    if report.estimate is not None:
+        _show_estimate(report.estimate)
+
+
+def _show_estimate(estimate: Estimate) -> None:
+    print(f"predicted pause: {formatting.seconds(estimate.pause_s)} ({estimate.basis})")
+    rows = [
+        (part.name, f"{part.seconds:.2f} s", formatting.size(part.bytes) if part.bytes else "")
+        for part in estimate.parts
+    ]
+    output.table(("PART", "TIME", "SIZE"), rows, right=("TIME", "SIZE"), indent=2, style="dim")

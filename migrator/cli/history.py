@@ -10,7 +10,7 @@ from migrator.cli import arguments, output
 from migrator.cli.status import stamp
 from migrator.journals import Move, all_moves
 
-HEADS = ("MOVE", "ENDED", "JOB", "RANK", "FROM", "TO", "OUTCOME", "PAUSE", "BYTES", "REASON")
+HEADS = ("MOVE", "ENDED", "JOB", "RANK", "FROM", "TO", "OUTCOME", "PAUSE", "PREDICTED", "BYTES", "REASON")
 
 
 def add(verbs: arguments.Verbs) -> None:
@@ -18,6 +18,10 @@ def add(verbs: arguments.Verbs) -> None:
         "history",
         act,
         "list moves that have ended, newest first",
+        more=(
+            "PREDICTED is the pause that was predicted before the move, as `migrator check --estimate` does, and by how "
+            "much that was wrong."
+        ),
         examples="  migrator history\n  migrator history --limit 5 --json\n  migrator history --job night --rank 3",
     )
     parser.add_argument("--job", type=arguments.job, metavar="NAME", help="show only moves of ranks of this job")
@@ -45,12 +49,20 @@ def act(options: argparse.Namespace) -> int:
     if as_json:
         output.json_object({"moves": [move.to_json() for move in shown], "unreachable": output.silent_objects(silent)})
     elif shown:
-        output.table(HEADS, [_row(move) for move in shown], right=("RANK", "PAUSE", "BYTES"))
+        output.table(HEADS, [_row(move) for move in shown], right=("RANK", "PAUSE", "PREDICTED", "BYTES"))
         if len(ended) > len(shown):
             print(output.styled(f"{len(ended) - len(shown)} older moves not shown (--limit)", "dim"))
     else:
         print("no move has ended yet")
     return 0
+
+
+def predicted(move: Move) -> str:
+    """The pause that was predicted, and by how much that was wrong: "1.2 s (-8 %)"."""
+    if not move.predicted_s or not move.pause_s:
+        return "-"
+    wrong = (move.predicted_s - move.pause_s) / move.pause_s
+    return f"{formatting.seconds(move.predicted_s)} ({100 * wrong:+.0f} %)"
 
 
 def _row(move: Move) -> tuple[str, ...]:
@@ -63,6 +75,7 @@ def _row(move: Move) -> tuple[str, ...]:
         move.target_node,
         move.verdict.value,
         formatting.seconds(move.pause_s) if move.pause_s else "-",
+        predicted(move),
         formatting.size(move.bytes) if move.bytes else "-",
         move.reason,
     )

@@ -16,11 +16,12 @@ from typing import NoReturn
 from migrator import formatting
 from migrator.cli import arguments, output
 from migrator.cli.check import add_ask
+from migrator.cli.trace_file import TraceFile
 from migrator.cluster import Cluster
 from migrator.progress_display import Progress, show_on
 from migrator.protocol import Verdict
 from migrator.results import MoveOptions, MoveResult
-from snapshotd.api.errors import OutcomeUnknown, Undone, Where
+from snapshotd.api.errors import OutcomeUnknown, SnapshotError, Undone, Where
 
 
 def add(verbs: arguments.Verbs) -> None:
@@ -36,7 +37,8 @@ def add(verbs: arguments.Verbs) -> None:
         examples=(
             "  migrator move --rank 1 --to spare-1\n"
             "  migrator move --rank 0 --job night --to node-2 --timeout 60 --json\n"
-            "  migrator move --rank 3 --to node-2 --gpu 5"
+            "  migrator move --rank 3 --to node-2 --gpu 5\n"
+            "  migrator move --rank 1 --to spare-1 --trace move.json"
         ),
     )
     add_ask(parser)
@@ -61,9 +63,16 @@ def add(verbs: arguments.Verbs) -> None:
         help="undo the move if the ranks of an NCCL job reach no common point within S seconds (default: %(default)s)",
     )
 
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write where the time went, on every node, in Chrome's trace format (chrome://tracing, ui.perfetto.dev)",
+    )
+
 
 def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
+    trace = TraceFile(options.trace) if options.trace else None
     asked = MoveOptions(
         options.rank,
         options.to,
@@ -76,7 +85,14 @@ def act(options: argparse.Namespace) -> int:
         source=options.source or "",
     )
     as_json = arguments.wants_json(options)
-    result = asyncio.run(_move(cluster, asked, as_json=as_json))
+    try:
+        result = asyncio.run(_move(cluster, asked, trace, as_json=as_json))
+    except SnapshotError as error:
+        if trace is not None:
+            trace.write(output.error_object(error))
+        raise
+    if trace is not None:
+        trace.write(result.to_json())
     if as_json:
         output.json_object(result.to_json())
     elif result.outcome is Verdict.MOVED:
@@ -88,12 +104,13 @@ def act(options: argparse.Namespace) -> int:
     return result.exit_code
 
 
-async def _move(cluster: Cluster, asked: MoveOptions, *, as_json: bool) -> MoveResult:
+async def _move(cluster: Cluster, asked: MoveOptions, trace: TraceFile | None, *, as_json: bool) -> MoveResult:
     from migrator import driver  # after `enter`: it loads gRPC
 
     progress = show_on(sys.stderr, only_live=as_json)
-    task = asyncio.create_task(driver.Driver(cluster, progress).move(asked))
-    interrupts = _Interrupts(task, progress, as_json=as_json)
+    made = driver.Driver(cluster, progress, None if trace is None else trace.trace)
+    task = asyncio.create_task(made.move(asked))
+    interrupts = _Interrupts(task, progress, trace, as_json=as_json)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupts.on_signal)
@@ -110,8 +127,10 @@ async def _move(cluster: Cluster, asked: MoveOptions, *, as_json: bool) -> MoveR
 class _Interrupts:
     """The first one asks the driver to stop, the second one exits."""
 
-    def __init__(self, task: asyncio.Task[MoveResult], progress: Progress, *, as_json: bool) -> None:
-        self.task, self.progress, self.as_json = task, progress, as_json
+    def __init__(
+        self, task: asyncio.Task[MoveResult], progress: Progress, trace: TraceFile | None, *, as_json: bool
+    ) -> None:
+        self.task, self.progress, self.trace, self.as_json = task, progress, trace, as_json
         self.count = 0
 
     def on_signal(self) -> None:
@@ -131,6 +150,8 @@ class _Interrupts:
             where=Where.UNKNOWN,
         )
         output.failure(error, as_json=self.as_json)
+        if self.trace is not None:
+            self.trace.write(output.error_object(error))
         # Not an exception: asyncio.run would wait for the driver's task.
         os._exit(OutcomeUnknown.exit_code)
 

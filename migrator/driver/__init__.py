@@ -21,10 +21,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from migrator.cluster import Cluster
-from migrator.driver import steps
+from migrator.driver import predicting, steps
 from migrator.driver.reporter import note
 from migrator.driver.result import after_attempts
 from migrator.driver.run import Run
+from migrator.driver.trace import Trace
 from migrator.driver.walk import Walk
 from migrator.find_rank import find_node, find_rank
 from migrator.protocol import Verdict
@@ -49,15 +50,19 @@ def attempt_id(move: str, attempt: int) -> str:
 class Driver:
     """Moves ranks of one cluster."""
 
-    def __init__(self, cluster: Cluster, on_event: Callable[[Event], None]) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, on_event: Callable[[Event], None], trace: Trace | None = None) -> None:
+        self.cluster = cluster if trace is None else replace(cluster, watch=trace.watch)
         self.on_event = on_event
+        self.trace = trace
+        self._unwatched = cluster
 
-    async def check(self, options: MoveOptions) -> CheckReport:
-        """Preflight only: nothing is paused, nothing is changed."""
+    async def check(self, options: MoveOptions, *, estimate: bool = False) -> CheckReport:
+        """Preflight only: nothing is paused, nothing is changed. With `estimate`, the pause is predicted too."""
         async with self._run(options) as run:
             await steps.preflight(run)
-            return CheckReport(run.found.node, options.to, run.found.rank, run.checks)
+            if estimate:
+                await predicting.predict(run)
+            return CheckReport(run.found.node, options.to, run.found.rank, run.checks, run.estimate)
 
     async def move(self, options: MoveOptions) -> MoveResult:
         """One move, from start to end. If it is cancelled before COMMIT it is undone, after COMMIT it is finished.
@@ -83,15 +88,24 @@ class Driver:
 
     async def _attempt(self, options: MoveOptions) -> MoveResult:
         async with self._run(options) as run:
-            walk = Walk(run)
-            work = asyncio.create_task(walk.drive())
-            while True:
-                try:
-                    return await asyncio.shield(work)
-                except asyncio.CancelledError:
-                    if work.done():
-                        raise
-                    walk.interrupt(work)
+            if self.trace is None:
+                return await self._walk(run)
+            try:
+                with self.trace.attempt(run.move):
+                    return await self._walk(run)
+            finally:
+                await self.trace.collect(self._unwatched, run)
+
+    async def _walk(self, run: Run) -> MoveResult:
+        walk = Walk(run)
+        work = asyncio.create_task(walk.drive())
+        while True:
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                if work.done():
+                    raise
+                walk.interrupt(work)
 
     @contextlib.asynccontextmanager
     async def _run(self, options: MoveOptions) -> AsyncIterator[Run]:
@@ -100,4 +114,5 @@ class Driver:
         if found.node == options.to:
             raise Refused(f"rank {options.rank} is already on {options.to}", remedy="choose another node with --to")
         async with self.cluster.client(found.node) as source, self.cluster.client(options.to) as target:
-            yield Run(self.cluster, options, found, source, target, self.on_event)
+            span = None if self.trace is None else self.trace.span
+            yield Run(self.cluster, options, found, source, target, self.on_event, span)

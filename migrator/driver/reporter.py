@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 
 from migrator.results import Event, PhaseTime
 
+#: Makes a span of a trace: its name, and the phase that it is part of.
+SpanOf = Callable[[str, str], contextlib.AbstractContextManager[None]]
+
 
 def note(text: str) -> Event:
     """An event with a message for the operator."""
@@ -17,17 +20,21 @@ def note(text: str) -> Event:
 class Reporter:
     """Times the phases of a move and passes them to `on_event`."""
 
-    def __init__(self, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, on_event: Callable[[Event], None], span: SpanOf | None = None) -> None:
         self.on_event = on_event
+        self.tracing = span is not None
+        self.span: SpanOf = span or (lambda _name, _phase: contextlib.nullcontext())
         self.phases: list[PhaseTime] = []
         self.bytes_sent = 0
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, step: str) -> Iterator[None]:
+        """What happens inside is a step of this phase."""
         began, before = time.monotonic(), self.bytes_sent
         self._emit("phase-start", name)
         try:
-            yield
+            with self.span(step, name):
+                yield
         finally:
             seconds, moved = time.monotonic() - began, self.bytes_sent - before
             if self.phases and self.phases[-1].name == name:

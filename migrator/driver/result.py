@@ -43,6 +43,7 @@ def result(run: Run, verdict: Verdict, reason: str, where: Where, error: Snapsho
         longest_part=max(run.parts[run.parts_before_pause :], key=lambda part: part.seconds, default=None),
         warnings=list(run.frozen.warnings),
         peers_stopped_s=run.peers.stopped_s,
+        predicted_s=run.estimate.pause_s if run.estimate is not None else 0.0,
     )
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 
 from migrator.cluster import Cluster
 from migrator.driver.peers import Peers
-from migrator.driver.reporter import Reporter
+from migrator.driver.reporter import Reporter, SpanOf
+from migrator.estimate import PHASES, Estimate, Size
 from migrator.find_rank import Found
 from migrator.quiesce.gates import Gates
 from migrator.results import Event, MoveOptions, PhaseTime
@@ -27,11 +28,12 @@ class Run:
         source: DaemonClient,
         target: DaemonClient,
         on_event: Callable[[Event], None],
+        span: SpanOf | None = None,
     ) -> None:
         self.cluster, self.options, self.found = cluster, options, found
         self.source, self.target = source, target
         self.peers, self.gates = Peers(cluster), Gates(cluster)
-        self.reporter = Reporter(on_event)
+        self.reporter = Reporter(on_event, span)
         self.move = options.move or f"m-{secrets.token_hex(6)}"
         self.request = pb.MoveRequest(move=self.move)
         self.reached = 0  # index in TABLE of the step being done
@@ -53,6 +55,8 @@ class Run:
         self.gates_closed_at: float | None = None
         self.paused_at: float | None = None
         self.pause_s = 0.0
+        self.estimate: Estimate | None = None  # of the pause, from before the move
+        self.pause_span: tuple[float, float] | None = None  # when the pause began and ended
 
     @property
     def source_endpoint(self) -> str:
@@ -79,6 +83,21 @@ class Run:
             user_ids=self.facts.user_ids,
         )
 
+    @property
+    def size(self) -> Size:
+        """What is to be copied, as preflight saw it."""
+        device_bytes = self.facts.gpu.device_bytes
+        return Size(max(0, self.facts.memory_bytes - device_bytes), device_bytes, nccl=self.gates.involved)
+
+    def timing(self) -> pb.Timing:
+        """What the pause consisted of, for the predictions of later moves."""
+        return pb.Timing(
+            phases=[pb.Part(name=one.name, seconds=one.seconds) for one in self.reporter.phases if one.name in PHASES],
+            host_bytes=self.size.host_bytes,
+            device_bytes=self.size.device_bytes,
+            predicted_s=self.estimate.pause_s if self.estimate is not None else 0.0,
+        )
+
     def add_parts(self, parts: Iterable[pb.Part]) -> None:
         self.parts += [PhaseTime(part.name, part.seconds, part.bytes) for part in parts]
 
@@ -91,4 +110,8 @@ class Run:
     def pause_ends(self) -> None:
         """Can be called more than once; the last call counts."""
         if self.paused_at is not None:
-            self.pause_s = time.monotonic() - self.paused_at
+            self.paused_since(self.paused_at)
+
+    def paused_since(self, began_s: float) -> None:
+        ended_s = time.monotonic()
+        self.pause_s, self.pause_span = ended_s - began_s, (began_s, ended_s)

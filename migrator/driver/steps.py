@@ -33,7 +33,7 @@ async def perform(run: Run, step: Step, timeout_s: float) -> None:
         await run.gates.find(run.description)
     if step.only_with_nccl and not run.gates.involved:
         return
-    with run.reporter.phase(step.phase):
+    with run.reporter.phase(step.phase, step.action):
         await STEPS[step.action](run, timeout_s)
 
 
@@ -42,7 +42,7 @@ async def perform(run: Run, step: Step, timeout_s: float) -> None:
 
 async def preflight(run: Run) -> None:
     """All steps of preflight. What they found is in `run.checks`."""
-    with run.reporter.phase("preflight"):
+    with run.reporter.phase("preflight", "ask all nodes"):
         infos = await node_infos(run.cluster)
         _refuse_other_versions(run, infos)
         _refuse_wrong_networks(run, infos)
@@ -93,7 +93,11 @@ def refuse_if_checks_do(run: Run) -> None:
 
 async def inspect(run: Run, timeout_s: float) -> None:
     request = pb.InspectRequest(
-        rank_uid=run.found.rank.uid, nodes=run.nodes, target_node=run.options.to, protocol=protocol.own()
+        rank_uid=run.found.rank.uid,
+        nodes=run.nodes,
+        target_node=run.options.to,
+        protocol=protocol.own(),
+        move=run.move if run.reporter.tracing else "",
     )
     inspected = await run.source.source.Inspect(request, timeout_s=timeout_s)
     run.facts, run.checks = inspected.facts, list(inspected.checks)
@@ -120,7 +124,8 @@ def _refuse_unknown_hosts(run: Run) -> None:
 
 
 async def examine(run: Run, timeout_s: float) -> None:
-    request = pb.ExamineRequest(facts=run.facts, rewires=run.rewires, gpu=run.options.gpu)
+    move = run.move if run.reporter.tracing else ""
+    request = pb.ExamineRequest(facts=run.facts, rewires=run.rewires, gpu=run.options.gpu, move=move)
     run.checks += (await run.target.target.Examine(request, timeout_s=timeout_s)).checks
 
 
@@ -258,7 +263,7 @@ async def settle(run: Run, timeout_s: float) -> None:
 async def release(run: Run, timeout_s: float) -> None:
     """Does not fail: the rank already runs, and a source that cannot clean up now does so later without the driver."""
     try:
-        request = pb.MoveRequest(move=run.move, pause_s=run.pause_s)
+        request = pb.MoveRequest(move=run.move, pause_s=run.pause_s, timing=run.timing())
         reply = await run.source.source.Release(request, timeout_s=min(timeout_s, RELEASE_S), retry=True)
         if reply.released:  # only now does the source know how much of the device memory was zero and not sent
             run.total_bytes = reply.bytes

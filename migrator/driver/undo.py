@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 from tenacity import (
     AsyncRetrying,
@@ -48,7 +47,7 @@ async def end(run: Run, error: SnapshotError) -> MoveResult:
 async def _undo(run: Run, error: SnapshotError, outcome: pb.Outcome | None = None) -> pb.Outcome | None:
     """Asks for the plan's steps. Returns the source's record; COMMIT if it turns out that Commit had succeeded."""
     for step in protocol.undo_plan(run.reached):
-        with run.reporter.phase(step.phase), contextlib.suppress(SnapshotError):
+        with contextlib.suppress(SnapshotError), run.reporter.phase(step.phase, step.action):
             if step.action == "Abort":
                 outcome = await _abort(run, error.headline[:500], step.timeout_s)
                 if outcome is not None and outcome.kind == pb.COMMIT:  # the answer to Commit was lost
@@ -77,7 +76,7 @@ def _pause_over(run: Run) -> None:
     """In an undone move the pause counts from the closing of the gates: ranks may have waited there for others."""
     since = run.gates_closed_at or run.paused_at
     if since is not None:
-        run.pause_s = time.monotonic() - since
+        run.paused_since(since)
 
 
 async def _conclude(run: Run, outcome: pb.Outcome | None, error: SnapshotError) -> MoveResult:

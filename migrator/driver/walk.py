@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 
-from migrator.driver import steps, undo
+from migrator.driver import predicting, steps, undo
 from migrator.driver.result import result
 from migrator.driver.run import Run
 from migrator.protocol import COMMIT, PREPARE, TABLE, Step, Verdict
@@ -21,6 +21,7 @@ class Walk:
         self.run = run
         self.began = time.monotonic()
         self.renewing: asyncio.Task[None] | None = None
+        self.estimating: asyncio.Task[None] | None = None
         self.beside: asyncio.Task[None] | None = None  # a step that is done while the next one is
 
     def interrupt(self, work: asyncio.Task[MoveResult]) -> None:
@@ -35,6 +36,7 @@ class Walk:
         try:
             await steps.preflight(run)
             steps.refuse_if_checks_do(run)
+            self.estimating = asyncio.create_task(predicting.predict(run))
             try:
                 await self._walk()
             finally:
@@ -49,17 +51,16 @@ class Walk:
                 raise  # only questions were asked: there is nothing to undo, and the error has its own exit code
             return await undo.end(run, error if isinstance(error, SnapshotError) else Undone("interrupted"))
         finally:
-            if self.renewing is not None:
-                self.renewing.cancel()
-                await asyncio.gather(self.renewing, return_exceptions=True)
+            for task in filter(None, (self.renewing, self.estimating)):
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     async def _walk(self) -> None:
         run = self.run
         for run.reached in range(PREPARE, len(TABLE)):
             step = TABLE[run.reached]
             if step.beside_next:
-                work = steps.STEPS[step.action](run, self._time_left(step))
-                self.beside = asyncio.ensure_future(work)
+                self.beside = asyncio.create_task(self._do_beside(step, self._time_left(step)))
                 continue
             await steps.perform(run, step, self._time_left(step))
             if self.beside is not None:
@@ -67,6 +68,10 @@ class Walk:
                 self.beside = None
             if step.action == "Begin":
                 self.renewing = asyncio.create_task(self._renew())
+
+    async def _do_beside(self, step: Step, timeout_s: float) -> None:
+        with self.run.reporter.span(step.action, step.phase):
+            await steps.STEPS[step.action](self.run, timeout_s)
 
     async def _end_beside(self) -> None:
         """Before an undo: no request of the step may be under way then."""

@@ -59,7 +59,7 @@ def drive(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mo
         asked: list[MoveOptions] = []
 
         class Driver:
-            def __init__(self, _: object, on_event: Callable[[Event], None]) -> None:
+            def __init__(self, _: object, on_event: Callable[[Event], None], trace: object) -> None:
                 self.on_event = on_event
 
             async def move(self, ask: MoveOptions) -> MoveResult:

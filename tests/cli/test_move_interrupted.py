@@ -27,7 +27,7 @@ from snapshotd.api.errors import Undone, Where
 from migrator.cli import main
 
 class Driver:
-    def __init__(self, cluster, on_event):
+    def __init__(self, cluster, on_event, trace):
         self.on_event = on_event
     async def move(self, ask):
         self.on_event(Event("note", "", 0, 0, 0, "READY"))

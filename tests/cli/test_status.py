@@ -38,7 +38,7 @@ def test_move_is_in_history_only_when_source_and_target_have_ended(cluster: Fake
     assert (open_move["move"], open_move["outcome"], open_move["where"]) == (MOVE, "moved", "running on target")
     (ended,) = migrator("history", "--json").json["moves"]
     assert (ended["move"], ended["outcome"], ended["pause_s"], ended["bytes"]) == (other, "moved", 0.9, 1_000_000_000)
-    assert "0.9 s  1.0 GB" in migrator("history").out
+    assert "0.9 s          -  1.0 GB" in migrator("history").out
 
 
 def test_history_is_newest_first_and_limited(cluster: FakeCluster, migrator: Migrator) -> None:
