@@ -199,6 +199,7 @@ async def serve(config: Config) -> None:
         await daemon.start(services)
         services.ready = True
         _report_started(config)
+        heap.keep()
         await stop.wait()
     finally:
         sd_notify.stopping("finishing or handing over moves in progress")

@@ -41,7 +41,12 @@ class Relays:
         """Starts to relay for an activated guest, until its link closes."""
         if (old := self._out.get(entry.uid)) is not None:
             old.cancel()
-        self._out[entry.uid] = asyncio.create_task(self._keep_up(entry, link), name=f"relay {entry.uid}")
+        task = self._out[entry.uid] = asyncio.create_task(self._keep_up(entry, link), name=f"relay {entry.uid}")
+        task.add_done_callback(lambda ended: self._forget(entry.uid, ended))
+
+    def _forget(self, uid: str, ended: asyncio.Task[None]) -> None:
+        if self._out.get(uid) is ended:
+            del self._out[uid]
 
     async def stop(self) -> None:
         tasks = [*self._out.values(), *self._in.values()]

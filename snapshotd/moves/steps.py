@@ -121,7 +121,7 @@ class Steps:
             await in_thread(moving.log.fold)
             if self.moves.get(move) is moving:
                 self._recalled[move] = self.moves.pop(move)  # a call that waits for its lock
-        await in_thread(heap.give_back)
+        await heap.give_back()
 
 
 def late(refusal: Refused) -> SnapshotError:

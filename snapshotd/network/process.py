@@ -45,6 +45,7 @@ def main() -> None:
     daemon = os.getppid()
     heap.share()
     load_everything()
+    heap.keep()
     logs.set_up(sys.argv[4], sys.argv[5])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the daemon says when to stop, after its own work
         signal.signal(number, signal.SIG_IGN)

@@ -193,4 +193,4 @@ def _why_not_bound(address: str) -> str:
 async def _give_back() -> None:
     while True:
         await asyncio.sleep(GIVE_BACK_S)
-        await asyncio.to_thread(heap.give_back)
+        await heap.give_back()

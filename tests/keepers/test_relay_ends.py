@@ -105,3 +105,15 @@ async def test_ended_connection_takes_no_frame_from_the_next(serve: Serve, endin
     link._relay.put_nowait(None)
     assert [frame async for frame in link.relay_frames()] == [HELLO]
     assert got == []
+
+
+async def test_nothing_is_kept_of_a_relay_that_has_ended(serve: Serve) -> None:
+    """A rank has a new link after each move, and its node may see thousands of ranks."""
+    async with serve(servicer("Home")) as served:
+        all_relays, link = relays(served), keeper()
+        link.closed.set()
+        all_relays.start(ENTRY, link)
+        (task,) = all_relays._out.values()
+        await task
+        await asyncio.sleep(0)  # callbacks of the task run in the next turn
+        assert not all_relays._out

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _KEPT_BYTES = 64 << 20
-_DEFAULT_TRIM_BYTES = 128 << 10
+_DEFAULT_BYTES = 128 << 10  # of both
 
 _users = 0
 
@@ -34,5 +34,6 @@ def freed_blocks_kept() -> Iterator[None]:
     finally:
         _users -= 1
         if not _users:
-            libc.mallopt(_M_TRIM_THRESHOLD, _DEFAULT_TRIM_BYTES)
+            libc.mallopt(_M_MMAP_THRESHOLD, _DEFAULT_BYTES)
+            libc.mallopt(_M_TRIM_THRESHOLD, _DEFAULT_BYTES)
             libc.malloc_trim(0)
