@@ -2,7 +2,8 @@
 
 The daemons forward these frames, and may lose any of them when they exit. Invariant: each byte and each signal is
 applied exactly once, in order. For that, each carries an absolute offset (or id) and stays with its sender until it is
-acknowledged, and both sides agree on the offsets (`sync`) after every interruption and whenever progress stops.
+acknowledged, and both sides agree on the offsets (`sync`) after every interruption and whenever one of them makes no
+progress, whatever the others do: a signal may be lost while output flows.
 
     guest -> home   sync {in, sig}               sender's position: input taken, last signal taken
     home -> guest   sync {out, shut, win}        sender's position: output received per channel; then what guest lacks
@@ -48,7 +49,6 @@ class GuestEnd:
         self._is_synced = False
         self._synced_s = time.monotonic()  # when it was last in sync
         self._exit_sent = False
-        self._progress = 0
         self.is_open = False  # after activation
         self.last_signal_id = 0
         self.exit_status: int | None = None
@@ -59,7 +59,7 @@ class GuestEnd:
         if not self.is_open:
             self.is_open = True
             self._synced_s = time.monotonic()
-            self._loop.after(STALL_S, lambda: self._check_progress(-1))
+            self._loop.after(STALL_S, lambda: self._check_progress({}))
         self.sync()
 
     def sync(self) -> None:
@@ -101,7 +101,6 @@ class GuestEnd:
     def receive(self, frame: Frame) -> None:
         """Handles a frame from the home keeper. Raises KeyError, TypeError or ValueError if it is invalid."""
         fields = frame.header
-        self._progress += 1
         match frame.type:
             case "sync":
                 for name, offset in dict(fields["out"]).items():
@@ -154,12 +153,16 @@ class GuestEnd:
         if size and not self._stdio.is_handed_over:
             self._stdio.resize(int(size[0]), int(size[1]))
 
-    def _check_progress(self, before: int) -> None:
-        waits = not self._is_synced or not self.is_settled or (self.exit_status is not None and not self.exit_acked)
-        if waits and self._progress == before:
+    def _check_progress(self, before: dict[str, int]) -> None:
+        """`before`: what was unacknowledged some time ago."""
+        now = {name: tail.base for name, tail in self._stdio.tails.items() if len(tail)}
+        if self.exit_status is not None and not self.exit_acked:
+            now["exit"] = self.exit_status
+        if not self._is_synced:
+            now["sync"] = 0
+        if before.items() & now.items():
             self.sync()
-        progress = self._progress
-        self._loop.after(STALL_S, lambda: self._check_progress(progress))
+        self._loop.after(STALL_S, lambda: self._check_progress(now))
 
 
 class HomeEnd:
@@ -176,7 +179,6 @@ class HomeEnd:
         self._end_sent = False
         self._waiting_sync: Frame | None = None
         self._is_synced = False
-        self._progress = 0
         self._shut: set[str] = set()
         self.keyboard = keyboard
         self.keyboard_ended = False
@@ -190,7 +192,7 @@ class HomeEnd:
         if not self.is_open:
             self.is_open = True
             self._in_sent = self.keyboard.base
-            self._loop.after(STALL_S, lambda: self._check_progress(-1))
+            self._loop.after(STALL_S, lambda: self._check_progress({}))
         waiting, self._waiting_sync = self._waiting_sync, None
         if waiting is not None:
             self.receive(waiting)
@@ -245,7 +247,6 @@ class HomeEnd:
             if frame.type == "sync":
                 self._waiting_sync = frame
             return
-        self._progress += 1
         match frame.type:
             case "sync":
                 self._answer_sync(int(fields["in"]), int(fields["sig"]))
@@ -287,9 +288,13 @@ class HomeEnd:
     def _forget_signals(self, last_id: int) -> None:
         self._signals = [(known, number) for known, number in self._signals if known > last_id]
 
-    def _check_progress(self, before: int) -> None:
-        owes = bool(self._signals or len(self.keyboard)) or not self._is_synced
-        if owes and self._progress == before:
+    def _check_progress(self, before: dict[str, int]) -> None:
+        """`before`: what was unacknowledged some time ago."""
+        now = {"signal": self._signals[0][0]} if self._signals else {}
+        if len(self.keyboard):
+            now["input"] = self.keyboard.base
+        if not self._is_synced:
+            now["sync"] = 0
+        if before.items() & now.items():
             self._send("resync")
-        progress = self._progress
-        self._loop.after(STALL_S, lambda: self._check_progress(progress))
+        self._loop.after(STALL_S, lambda: self._check_progress(now))

@@ -11,6 +11,7 @@ from asyncio.subprocess import PIPE
 from pathlib import Path
 from typing import Any
 
+from shim.keeper.frames import decode
 from snapshotd.api.errors import RankGone
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.stdio_state import StdioState
@@ -128,12 +129,14 @@ class Guest:
 class Way:
     """Carries relay frames between the home keeper's daemon and the guest keeper's, as the two daemons do.
 
-    `cut` loses everything in transit, as a broken connection does; `lose_every` silently drops every n-th frame.
+    `cut` loses everything in transit, as a broken connection does; `lose_every` silently drops every n-th frame, and
+    `lose_once` the next frame with one of these types (and, of "out", this channel).
     """
 
     def __init__(self, home: Node, guest: Node, uid: str) -> None:
         self.home, self.guest, self.uid = home, guest, uid
         self.lose_every = 0
+        self.lose_once: set[str] = set()
         self.carried = 0
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -164,6 +167,12 @@ class Way:
                 self.carried += 1
                 if self.lose_every and self.carried % self.lose_every == 0:
                     continue
+                if self.lose_once:
+                    header = decode(frame)
+                    kind = header.type + (f":{header.header['c']}" if header.type == "out" else "")
+                    if kind in self.lose_once:
+                        self.lose_once.discard(kind)
+                        continue
                 other = target.links.find(self.uid, target_role)
                 if other is not None:
                     try:

@@ -108,6 +108,37 @@ async def test_no_byte_is_lost_or_duplicated(node: Node, other: Node, accident: 
     await way.cut()
 
 
+#: Writes to stdout as fast as it is read. For each line of input, and for SIGUSR2, there is one word on stderr; then it ends.
+FLOOD = """
+import os, signal, sys, threading
+words = []
+def say(word):
+    words.append(word)
+    os.write(2, word)
+signal.signal(signal.SIGUSR2, lambda number, frame: say(b"signal "))
+threading.Thread(target=lambda: [say(b"input ") for _ in sys.stdin.buffer], daemon=True).start()
+while len(words) < 2:
+    os.write(1, b"x" * 4096)
+os._exit(0)
+"""
+
+
+async def test_what_is_lost_is_sent_again_while_output_flows(node: Node, other: Node) -> None:
+    keeper = await node.launch(*python("import time\ntime.sleep(1000)"))
+    assert keeper.stdin is not None
+    assert keeper.stdout is not None
+    _, way = await move_away(node, other, python(FLOOD))
+    assert await keeper.stdout.readexactly(1 << 20)
+    way.lose_once = {"sig", "in", "out:2"}
+    keeper.send_signal(signal.SIGUSR2)
+    keeper.stdin.write(b"line\n")
+    output, errors = await asyncio.wait_for(keeper.communicate(), 60)
+    assert sorted(errors.split()) == [b"input", b"signal"]
+    assert set(output) == {ord("x")}
+    assert not way.lose_once
+    await way.cut()
+
+
 async def test_unread_stdin_moves_with_the_rank(node: Node, other: Node) -> None:
     keeper = await node.launch(*python("import time\ntime.sleep(1000)"))
     assert keeper.stdin is not None
