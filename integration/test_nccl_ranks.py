@@ -226,3 +226,72 @@ def test_daemon_killed_leaves_exact_results_and_open_gates(nodes: Cluster, node:
     job.await_progress()
     until("all moves to be settled", lambda: not unsettled(nodes))
     job.ends_well()
+
+
+#: Between the taking down of communicators and their building.
+DOWN = (Point.DETACH, Point.FREEZE, Point.STREAM)
+#: What the job gets from a communicator that can never be complete again.
+LOST = "was taken down for a move and could not be attached again"
+
+
+@pytest.mark.sampled(1, per="killed")
+@pytest.mark.parametrize("point", DOWN)
+@pytest.mark.parametrize("killed", ["keeper", "daemon"])
+def test_nothing_hangs_if_a_process_is_killed_while_communicators_are_down(
+    nodes: Cluster, killed: str, point: Point
+) -> None:
+    """The moving rank's keeper: the others get NCCL's error. The source's daemon: it builds the communicators again."""
+    job = NcclJob(nodes, [SOURCE, PEER])
+    job.await_lines(5)
+    nodes.fault(SOURCE, point, "wait")
+    with nodes.begin_move(job.ranks[0], TARGET, more=SHORT_LEASE) as asked:
+        until(f"{point}\n{nodes.logs()}", lambda: nodes.fired(SOURCE) or asked.poll() is not None)
+        assert asked.poll() is None, f"{asked.communicate()}\n{nodes.logs()}"
+        if killed == "keeper":
+            job.ranks[0].process.kill()
+            (nodes.run_dir(SOURCE) / f"{point}.go").touch()
+        else:
+            nodes.lab.kill_daemon(SOURCE)
+            nodes.lab.start_daemon(SOURCE)
+        out, errors = asked.communicate(timeout=PATIENCE_S)
+    assert asked.returncode != 0, f"{out}{errors}{nodes.logs()}"
+    if killed == "daemon":
+        job.await_progress()
+        until("all moves to be settled", lambda: not unsettled(nodes))
+        job.ends_well()
+        return
+    assert job.ranks[1].finish() == 1, f"{job.ranks[1].text()[-500:]}\n{nodes.logs()}"
+    assert LOST in job.ranks[1].text(), job.ranks[1].text()[-500:]
+    until(f"nothing to be left\n{nodes.logs()}", lambda: not [*unsettled(nodes), *nodes.leftovers()])
+
+
+@pytest.mark.sampled(1, group="NCCL failures")
+def test_declaration_ends_the_wait_for_a_dead_member(nodes: Cluster) -> None:
+    """The daemon of a node that is neither source nor target dies while communicators are down. Gates stay closed until an
+    operator declares it dead; then the job ends with NCCL's error, also on that node once it is back."""
+    job = NcclJob(nodes, [SOURCE, PEER])
+    job.await_lines(5)
+    nodes.fault(SOURCE, Point.DETACH, "wait")
+    with nodes.begin_move(job.ranks[0], TARGET) as asked:
+        until(f"the communicators to be down\n{nodes.logs()}", lambda: nodes.fired(SOURCE) or asked.poll() is not None)
+        assert asked.poll() is None, f"{asked.communicate()}\n{nodes.logs()}"
+        asked.kill()
+        asked.wait(PATIENCE_S)
+    (move,) = [one["move"] for one in json.loads(nodes.migrator("status", "--json").stdout)["moves"]]
+    declare = ("recover", move, "--member-is-dead", PEER, "--yes", "--json")
+    refused = nodes.migrator(*declare)
+    assert f"snapshotd on {PEER} answers" in refused.stdout + refused.stderr, refused
+    nodes.lab.kill_daemon(PEER)
+    (nodes.run_dir(SOURCE) / f"{Point.DETACH}.go").touch()
+    waiting = json.loads(nodes.migrator("recover", move, "--json").stdout)["moves"][0]
+    assert not waiting["ended"], waiting
+    assert f"migrator recover {move} --member-is-dead" in waiting["remedy"], waiting
+    gates = json.loads(nodes.migrator("status", "--json").stdout)["gates"]
+    assert [(gate["node"], gate["rank"]) for gate in gates] == [(SOURCE, 0)], gates
+    done = nodes.migrator(*declare, timeout_s=2 * PATIENCE_S)
+    assert done.returncode == 0, f"{done}\n{nodes.logs()}"
+    assert f"declared {PEER} dead" in json.loads(done.stdout)["moves"][0]["reason"], done
+    assert (job.ranks[0].finish(), LOST in job.ranks[0].text()) == (1, True), job.ranks[0].text()[-500:]
+    nodes.lab.start_daemon(PEER)
+    assert (job.ranks[1].finish(), LOST in job.ranks[1].text()) == (1, True), job.ranks[1].text()[-500:]
+    until(f"nothing to be left\n{nodes.logs()}", lambda: not [*unsettled(nodes), *nodes.leftovers()])

@@ -71,6 +71,9 @@ shared secret: it guards against mistakes and strangers, not against a participa
   the target. If that holds a whole copy, the source has communicators built with it and records COMMIT, whatever the lease
   says; if it has none, ABORT, and the rank has ended. A source node that never returns needs `--source-is-dead`. Peers that
   have filtered their connections re-point them after such a COMMIT by themselves.
+- *A node with another member of the rank's communicators*: the move is undone, and the undo waits for that node behind closed
+  gates. If it never returns, `migrator recover MOVE --member-is-dead NODE` has the source give the communicators up: it
+  journals that, all gates open, and the job gets NCCL's errors. A node that was only cut off learns it by asking.
 - *Target daemon*: a held copy stays stopped. The restarted daemon asks the source, and neither runs nor drops the copy until
   it has an answer.
 - *Target node*, or the held copy: before COMMIT the move is aborted, after COMMIT the rank is taken back (above), once the

@@ -18,9 +18,20 @@ from migrator.cluster import Cluster
 from migrator.journals import Move, all_moves
 from migrator.protocol import Verdict
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Ambiguous, NotFound, OutcomeUnknown, SnapshotError, Unreachable, Where, WrongState
+from snapshotd.api.errors import (
+    Ambiguous,
+    NotFound,
+    OutcomeUnknown,
+    SnapshotError,
+    Unreachable,
+    Usage,
+    Where,
+    WrongState,
+)
 
 CALL_TIMEOUT_S = 30.0
+#: The source may have to wait for an attempt to build communicators first.
+GIVE_UP_TIMEOUT_S = 150.0
 POLL_S = 0.5
 #: The source notices that a driver died when the lease expires: after 30 s, unless `move --lease` set another time.
 LEASE_WAIT_S = 35.0
@@ -197,7 +208,8 @@ def _remedy(move: Move, silent: dict[str, SnapshotError]) -> str:
         nodes = ", ".join(sorted(silent)) or "a node"
         return (
             f"usually nothing: the daemons clean up alone. If it waits for {nodes} to build communicators again, bring that "
-            "node back; if it is dead for good, end the job, which cannot continue without them"
+            "node back; if it is dead for good, the job cannot continue: end it, or let its ranks end with an NCCL error: "
+            f"migrator recover {move.id} --member-is-dead NODE"
         )
     return "nothing: the daemons clean up alone"
 
@@ -240,6 +252,33 @@ async def declare_target_dead(cluster: Cluster, move: str, by: str, note: Note, 
         request = pb.DeclareRequest(move=move, declared_by=by)
         outcome = await source.source.DeclareTargetDead(request, timeout_s=CALL_TIMEOUT_S)
     did = f"{found.source.node}: {formatting.name_of(pb.OutcomeKind, outcome.kind)}, the rank is {outcome.where}"
+    return Recovered(await _find(cluster, move), [*done, did])
+
+
+async def declare_member_dead(
+    cluster: Cluster, move: str, node: str, by: str, note: Note, confirm: Confirm
+) -> Recovered:
+    """Declares a node dead that has another rank of the job, so that the undo of a move does not wait for it: the job gets
+    NCCL's errors. Refused if the node answers."""
+    known, silent = await all_moves(cluster, move)
+    found = _the_only(known, move, silent)
+    if node == found.source_node:
+        raise Usage(f"{node} is the source of move {move}", remedy="use --source-is-dead")
+    if node in cluster.nodes and node not in silent:
+        raise WrongState(
+            f"snapshotd on {node} answers: it is not dead",
+            remedy=f"`migrator status {move}` says what the move waits for",
+            where=found.where,
+        )
+    if found.source is None:
+        raise Unreachable(
+            f"{found.source_node}, the source of move {move}, does not answer or has no record of it", where=found.where
+        )
+    done = await death.establish(cluster, node, note, confirm)
+    async with cluster.client(found.source.node) as source:
+        request = pb.DeclareMemberRequest(move=move, declared_by=by, node=node)
+        outcome = await source.source.DeclareMemberDead(request, timeout_s=GIVE_UP_TIMEOUT_S)
+    did = f"{found.source.node} opens the gates without communicators" if outcome.abandoned else "it has ended already"
     return Recovered(await _find(cluster, move), [*done, did])
 
 

@@ -233,7 +233,7 @@ class Daemon:
             target_endpoint=begin.target_endpoint,
             mark=move_log.last_mark,
             outcome=pb.OutcomeKind.Value(outcome.outcome.value) if outcome else pb.UNDECIDED,
-            reason=outcome.reason if outcome else "",
+            reason="; ".join(filter(None, (outcome.reason, move_log.known.failure))) if outcome else "",
             decided_by=outcome.decided_by if outcome else "",
             begun_unix_s=begin.begun_unix_s,
             ended_unix_s=ended,

@@ -29,7 +29,8 @@ def add(verbs: arguments.Verbs) -> None:
         examples=(
             "  migrator recover\n"
             "  migrator recover m-0123456789ab\n"
-            "  migrator recover m-0123456789ab --source-is-dead     the source node is permanently down"
+            "  migrator recover m-0123456789ab --source-is-dead     the source node is permanently down\n"
+            "  migrator recover m-0123456789ab --member-is-dead node-7     a node with another rank of the NCCL job is"
         ),
     )
     parser.add_argument(
@@ -53,17 +54,25 @@ def add(verbs: arguments.Verbs) -> None:
         action="store_true",
         help="assert that the target node is permanently down, so that the source may run the rank",
     )
+    dead.add_argument(
+        "--member-is-dead",
+        metavar="NODE",
+        default="",
+        help="assert that a node with another rank of the NCCL job is permanently down, so that the undo does not wait for "
+        "it: the job's ranks get an NCCL error",
+    )
     parser.add_argument("--yes", action="store_true", help="skip the confirmation")
 
 
 def act(options: argparse.Namespace) -> int:
-    declares = options.source_is_dead or options.target_is_dead
+    declares = options.source_is_dead or options.target_is_dead or options.member_is_dead
     if declares and options.move is None:
         raise Usage(
-            "--source-is-dead and --target-is-dead need a move", remedy="name the move; `migrator status` lists them"
+            "--source-is-dead, --target-is-dead and --member-is-dead need a move",
+            remedy="name the move; `migrator status` lists them",
         )
     if declares and options.abort:
-        raise Usage("--abort cannot be combined with --source-is-dead or --target-is-dead", remedy="leave it out")
+        raise Usage("--abort cannot be combined with an assertion that a node is dead", remedy="leave it out")
     if declares and not options.yes:
         _must_be_asked(options)
     cluster = arguments.the_cluster(options)
@@ -87,6 +96,9 @@ async def _recover(cluster: Cluster, options: argparse.Namespace) -> recover.Rep
     if move is not None and (options.source_is_dead or options.target_is_dead):
         declare = recover.declare_source_dead if options.source_is_dead else recover.declare_target_dead
         return recover.Report([await declare(cluster, move, _who(), _note, lambda: _be_sure(options))], {})
+    if move is not None and options.member_is_dead:
+        node, sure = options.member_is_dead, lambda: _be_sure(options)
+        return recover.Report([await recover.declare_member_dead(cluster, move, node, _who(), _note, sure)], {})
     abort = options.abort or move is not None
     return await recover.recover(cluster, move, abort=abort, by=_who(), note=_note)
 
@@ -100,17 +112,23 @@ def _must_be_asked(options: argparse.Namespace) -> None:
 
 
 def _dead_end(options: argparse.Namespace) -> str:
+    if options.member_is_dead:
+        return f"node {options.member_is_dead}"
     return "source" if options.source_is_dead else "target"
 
 
 def _be_sure(options: argparse.Namespace) -> None:
-    """Asks for confirmation, because a false declaration can make two copies run."""
+    """Asks for confirmation, because a false declaration can make two copies run, or ends a job that could continue."""
     if options.yes:
         return
     who = _dead_end(options)
+    price = (
+        "The other ranks of the job get an NCCL error, after which most jobs end."
+        if options.member_is_dead
+        else f"If the {who} of {options.move} is still alive, two copies of the rank will run."
+    )
     print(
-        f"If the {who} of {options.move} is still alive, two copies of the rank will run.\n"
-        "Type yes only if it is powered off, fenced or destroyed: ",
+        f"{price}\nType yes only if it is powered off, fenced or destroyed: ",
         end="",
         file=sys.stderr,
         flush=True,

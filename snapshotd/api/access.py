@@ -44,6 +44,7 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Source/Release": _OPERATOR,
     "/snapshotd.v1.Source/GetOutcome": _BOTH,
     "/snapshotd.v1.Source/DeclareTargetDead": _OPERATOR,
+    "/snapshotd.v1.Source/DeclareMemberDead": _OPERATOR,
     "/snapshotd.v1.Target/Examine": _OPERATOR,
     "/snapshotd.v1.Target/Prepare": _OPERATOR,
     "/snapshotd.v1.Target/Push": _NODE,

@@ -259,6 +259,7 @@ class SourceCalls:
         self.Release = Unary(link, path + "Release", pb.MoveRequest, pb.ReleaseReply)
         self.GetOutcome = Unary(link, path + "GetOutcome", pb.MoveRequest, pb.Outcome)
         self.DeclareTargetDead = Unary(link, path + "DeclareTargetDead", pb.DeclareRequest, pb.Outcome)
+        self.DeclareMemberDead = Unary(link, path + "DeclareMemberDead", pb.DeclareMemberRequest, pb.Outcome)
 
 
 class TargetCalls:

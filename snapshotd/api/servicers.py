@@ -193,6 +193,10 @@ class SourceServicer:
     async def DeclareTargetDead(self, request: pb.DeclareRequest, context: Context) -> pb.Outcome:
         return await self.steps.declare_target_dead(request.move, f"{request.declared_by} ({context.caller})")
 
+    async def DeclareMemberDead(self, request: pb.DeclareMemberRequest, context: Context) -> pb.Outcome:
+        by = f"{request.declared_by} ({context.caller})"
+        return await self.steps.declare_member_dead(request.move, request.node, by)
+
 
 class TargetServicer:
     def __init__(self, steps: TargetSteps, describe: Describe) -> None:

@@ -1047,6 +1047,7 @@ class Gpu(_message.Message):
     PERSISTENCE_FIELD_NUMBER: _builtins.int
     BUS_ID_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    MISSED_SINCE_S_FIELD_NUMBER: _builtins.int
     uuid: _builtins.str
     """GPU-xxxxxxxx-xxxx-…"""
     index: _builtins.int
@@ -1067,6 +1068,8 @@ class Gpu(_message.Message):
     """its place on the PCI bus: 0000:1b:00.0"""
     lost: _builtins.bool
     """it was there since the node booted, and does not answer any more"""
+    missed_since_s: _builtins.float
+    """of a lost one: CLOCK_BOOTTIME of its node when it was first missed; 0: not known"""
     @_builtins.property
     def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuProcess]: ...
     def __init__(
@@ -1084,10 +1087,11 @@ class Gpu(_message.Message):
         persistence: _builtins.bool | None = ...,
         bus_id: _builtins.str = ...,
         lost: _builtins.bool = ...,
+        missed_since_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_persistence", b"_persistence", "persistence", b"persistence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_persistence", b"_persistence", "bus_id", b"bus_id", "compute_capability", b"compute_capability", "index", b"index", "lost", b"lost", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "mig", b"mig", "name", b"name", "persistence", b"persistence", "processes", b"processes", "reserved_for", b"reserved_for", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_persistence", b"_persistence", "bus_id", b"bus_id", "compute_capability", b"compute_capability", "index", b"index", "lost", b"lost", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "mig", b"mig", "missed_since_s", b"missed_since_s", "name", b"name", "persistence", b"persistence", "processes", b"processes", "reserved_for", b"reserved_for", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__persistence: _TypeAlias = _typing.Literal["persistence"]  # noqa: Y015
     _WhichOneofArgType__persistence: _TypeAlias = _typing.Literal["_persistence", b"_persistence"]  # noqa: Y015
@@ -1680,6 +1684,7 @@ class RankFacts(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     CLOSED_BYTES_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    NCCL_RDMA_FIELD_NUMBER: _builtins.int
     PRIORITIES_FIELD_NUMBER: _builtins.int
     source_node: _builtins.str
     daemon_version: _builtins.str
@@ -1724,6 +1729,10 @@ class RankFacts(_message.Message):
         """of the source's daemon; unset: a version that does not say"""
 
     @_builtins.property
+    def nccl_rdma(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """RDMA devices that NCCL has open in the rank; a fresh copy of it opens the target's"""
+
+    @_builtins.property
     def priorities(self) -> Global___Priorities:
         """the highest of its processes, without those of root; unset: it has no others"""
 
@@ -1749,11 +1758,12 @@ class RankFacts(_message.Message):
         limits: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         closed_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         protocol: Global___Protocol | None = ...,
+        nccl_rdma: _abc.Iterable[_builtins.str] | None = ...,
         priorities: Global___Priorities | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "identity", b"identity", "priorities", b"priorities", "protocol", b"protocol", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "carried_bytes", b"carried_bytes", "closed_bytes", b"closed_bytes", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "daemon_version", b"daemon_version", "directories", b"directories", "files", b"files", "gpu", b"gpu", "identity", b"identity", "kernel", b"kernel", "limits", b"limits", "memory_bytes", b"memory_bytes", "priorities", b"priorities", "processes", b"processes", "protocol", b"protocol", "rank", b"rank", "source_node", b"source_node", "threads", b"threads", "user_ids", b"user_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "carried_bytes", b"carried_bytes", "closed_bytes", b"closed_bytes", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "daemon_version", b"daemon_version", "directories", b"directories", "files", b"files", "gpu", b"gpu", "identity", b"identity", "kernel", b"kernel", "limits", b"limits", "memory_bytes", b"memory_bytes", "nccl_rdma", b"nccl_rdma", "priorities", b"priorities", "processes", b"processes", "protocol", b"protocol", "rank", b"rank", "source_node", b"source_node", "threads", b"threads", "user_ids", b"user_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2439,7 +2449,7 @@ class Outcome(_message.Message):
     settled: _builtins.bool
     """carried out on the source; for ABORT: the rank runs there again"""
     abandoned: _builtins.bool
-    """its communicators can never be built again, because a member has ended"""
+    """communicators that are down can never be built again: a member has ended, say"""
     def __init__(
         self,
         *,
@@ -2507,6 +2517,32 @@ class DeclareRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeclareRequest: _TypeAlias = DeclareRequest  # noqa: Y015
+
+@_typing.final
+class DeclareMemberRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    DECLARED_BY_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    move: _builtins.str
+    declared_by: _builtins.str
+    node: _builtins.str
+    """has other members of the rank's communicators"""
+    def __init__(
+        self,
+        *,
+        move: _builtins.str = ...,
+        declared_by: _builtins.str = ...,
+        node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declared_by", b"declared_by", "move", b"move", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeclareMemberRequest: _TypeAlias = DeclareMemberRequest  # noqa: Y015
 
 @_typing.final
 class PrepareRequest(_message.Message):

@@ -574,6 +574,11 @@ class SourceStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DeclareRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
                 _registered_method=True)
+        self.DeclareMemberDead = channel.unary_unary(
+                '/snapshotd.v1.Source/DeclareMemberDead',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DeclareMemberRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+                _registered_method=True)
 
 
 class SourceServicer:
@@ -670,6 +675,13 @@ class SourceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeclareMemberDead(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SourceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -736,6 +748,11 @@ def add_SourceServicer_to_server(servicer, server):
             'DeclareTargetDead': grpc.unary_unary_rpc_method_handler(
                     servicer.DeclareTargetDead,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DeclareRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.SerializeToString,
+            ),
+            'DeclareMemberDead': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeclareMemberDead,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DeclareMemberRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.SerializeToString,
             ),
     }
@@ -1089,6 +1106,33 @@ class Source:
             target,
             '/snapshotd.v1.Source/DeclareTargetDead',
             snapshotd_dot_api_dot_snapshotd__pb2.DeclareRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeclareMemberDead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Source/DeclareMemberDead',
+            snapshotd_dot_api_dot_snapshotd__pb2.DeclareMemberRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
             options,
             channel_credentials,

@@ -201,6 +201,8 @@ class SourceStub:
     """operator, node"""
     DeclareTargetDead: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.DeclareRequest, _snapshotd_pb2.Outcome]
     """operator"""
+    DeclareMemberDead: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.DeclareMemberRequest, _snapshotd_pb2.Outcome]
+    """operator"""
 
 @_typing.type_check_only
 class SourceAsyncStub(SourceStub):
@@ -230,6 +232,8 @@ class SourceAsyncStub(SourceStub):
     GetOutcome: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.Outcome]  # type: ignore[assignment]
     """operator, node"""
     DeclareTargetDead: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.DeclareRequest, _snapshotd_pb2.Outcome]  # type: ignore[assignment]
+    """operator"""
+    DeclareMemberDead: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.DeclareMemberRequest, _snapshotd_pb2.Outcome]  # type: ignore[assignment]
     """operator"""
 
 class SourceServicer(metaclass=_abc_1.ABCMeta):
@@ -333,6 +337,14 @@ class SourceServicer(metaclass=_abc_1.ABCMeta):
     def DeclareTargetDead(
         self,
         request: _snapshotd_pb2.DeclareRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.Outcome, _abc.Awaitable[_snapshotd_pb2.Outcome]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def DeclareMemberDead(
+        self,
+        request: _snapshotd_pb2.DeclareMemberRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.Outcome, _abc.Awaitable[_snapshotd_pb2.Outcome]]:
         """operator"""

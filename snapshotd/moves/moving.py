@@ -40,6 +40,7 @@ class Moving:
     source_seen_s: float = -math.inf  # target: CLOCK_BOOTTIME of the source's last question about the copy held here
     done: bool = False  # target: woken or dropped, nothing is left to do
     waiting_for: str = ""
+    given_up: str = ""  # source: why an operator has communicators given up, until that is journalled
     unbuilt: str = ""  # source: why communicators are not built again yet, from the last attempt of an undo
     pause_s: float = 0.0  # source: what the driver measured, for the history
     timing: pb.Timing = field(default_factory=pb.Timing)  # source: what the pause consisted of

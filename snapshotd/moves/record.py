@@ -282,7 +282,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     rank_user: tuple[int, int, tuple[int, ...]] | None = None  # user, group and groups with which they are accessed
     ghosts: list[tuple[str, str]] = []  # unlinked files that criu makes: former name, name while it restores
     gates_opened: bool = False
-    abandoned: bool = False  # its communicators can never be built again: a member has ended. Also of source and gate
+    abandoned: bool = False  # communicators that are down stay down: a member has ended, say. Also of source and gate
     identity: Identity | None = None  # of the rank, as preflight was shown it; None: an older version began the move
 
     # peer

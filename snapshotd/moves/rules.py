@@ -280,8 +280,9 @@ def gate_next(facts: GateFacts) -> tuple[GateDecision, str]:
     target runs the rank, after ABORT once the source has built them again with its own copy. A gate that stays closed only
     costs time; one that opens early costs the job. So a silent source opens no gate behind which a communicator is down: it
     may be cut off, and still try. But a job whose communicators can never be built again must continue and see NCCL's
-    errors: a member has ended, or an operator has declared the source dead. Once this gate is open nothing is attached here
-    for this move any more, so the move of a target that is still receiving cannot be committed afterwards.
+    errors: a member has ended, or an operator has declared the source or a member's node dead. Once this gate is open
+    nothing is attached here for this move any more, so the move of a target that is still receiving cannot be committed
+    afterwards.
     """
     if facts.mark is Mark.SETTLED:
         return GateDecision.CLOSE, "settled"

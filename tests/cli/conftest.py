@@ -202,6 +202,14 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         record.mark, record.ended_unix_s = "settled", 2000.0
         return self._outcome(request.move)
 
+    def DeclareMemberDead(self, request: pb.DeclareMemberRequest, context: grpc.ServicerContext) -> pb.Outcome:
+        self._hear("DeclareMemberDead", request, context)
+        record = self.record(request.move)
+        record.mark, record.ended_unix_s = "settled", 2000.0
+        outcome = self._outcome(request.move)
+        outcome.abandoned = True
+        return outcome
+
     def _outcome(self, move: str) -> pb.Outcome:
         record = self.record(move)
         return pb.Outcome(kind=record.outcome, token=b"token" if record.outcome else b"", where=record.where)
@@ -357,7 +365,7 @@ def a_record(role: str, move: str = MOVE, **fields: Any) -> pb.MoveRecord:
     return pb.MoveRecord(**(given | fields))
 
 
-CHANGING = ("Abort", "Release", "Activate", "Discard", "DeclareTargetDead", "DeclareSourceDead")
+CHANGING = ("Abort", "Release", "Activate", "Discard", "DeclareTargetDead", "DeclareMemberDead", "DeclareSourceDead")
 
 
 @pytest.fixture

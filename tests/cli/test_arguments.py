@@ -84,6 +84,7 @@ WRONG = {
     "a command where none belongs": ("ps", "--", "true"),
     "dead node without a move": ("recover", "--source-is-dead", "--yes"),
     "both dead": ("recover", "m-0123456789ab", "--source-is-dead", "--target-is-dead", "--yes"),
+    "dead member without a move": ("recover", "--member-is-dead", "node-2", "--yes"),
     "dead and abort": ("recover", "m-0123456789ab", "--source-is-dead", "--abort", "--yes"),
     "lab is a path": ("lab", "down", "--lab", "../x"),
     "node of a lab is a path": ("lab", "exec", "a/b", "--", "true"),

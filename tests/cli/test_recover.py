@@ -118,10 +118,35 @@ def test_undo_that_waits_for_a_node_is_not_said_to_end_alone(
     if dead:
         halfway.stop(dead)
     (move,) = migrator("recover", "--json").json["moves"]
-    assert "end the job" in move["remedy"]
-    assert "is-dead" not in move["remedy"]
+    assert f"migrator recover {MOVE} --member-is-dead NODE" in move["remedy"]
+    assert "source-is-dead" not in move["remedy"]
     assert dead in move["remedy"]
     assert "on node-2: no answer" in move["waiting_for"]
+
+
+def test_declaring_a_member_dead_gives_its_communicators_up(halfway: FakeCluster, migrator: Migrator) -> None:
+    halfway["node-1"].moves[0].outcome = pb.ABORT
+    halfway.stop("node-2")
+    ran = migrator("recover", MOVE, "--member-is-dead", "node-2", "--yes", "--json")
+    assert ran.code == 0
+    assert ran.json["moves"][0]["did"] == ["node-1 opens the gates without communicators"]
+    assert changes(halfway) == {"node-1": ["DeclareMemberDead"]}
+    ((_, request),) = [call for call in halfway["node-1"].asked if call[0] == "DeclareMemberDead"]
+    assert (request.move, request.node) == (MOVE, "node-2")
+    assert "@" in request.declared_by
+
+
+@pytest.mark.parametrize("how", ["it answers here", "it answers another node", "it is the source"])
+def test_member_that_is_not_known_to_be_dead_cannot_be_declared_dead(
+    halfway: FakeCluster, migrator: Migrator, how: str
+) -> None:
+    halfway["node-1"].moves[0].outcome = pb.ABORT
+    if how == "it answers another node":
+        halfway.stop("node-2")
+        halfway["spare-1"].finds = pb.FindNodeReply(daemon_answers=True, found="its daemon answers")
+    ran = migrator("recover", MOVE, "--member-is-dead", "node-1" if how == "it is the source" else "node-2", "--yes")
+    assert ran.code == (Usage if how == "it is the source" else WrongState).exit_code, ran.err
+    assert changes(halfway) == {}
 
 
 @pytest.mark.parametrize("source", ["node-1", "made-up"])

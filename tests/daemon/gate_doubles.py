@@ -39,6 +39,7 @@ class Shims:
 
     def __init__(self) -> None:
         self.comms: dict[Process, dict[str, list[Any]]] = {}  # [nranks, rank, state]
+        self.ended: dict[Process, dict[str, list[Any]]] = {}
         self.closed: set[Process] = set()
         self.said: list[tuple[str, int, Any]] = []
         self.failing: dict[str, int] = {}  # how often each operation fails
@@ -62,8 +63,18 @@ class Shims:
             {"id": comm, "nranks": nranks, "rank": rank, "state": state, "refused": []}
             for comm, (nranks, rank, state) in self.comms[process].items()
         ]
+        ended = [
+            {"id": comm, "nranks": nranks, "rank": rank, "state": "destroyed"}
+            for comm, (nranks, rank, _) in self.ended.get(process, {}).items()
+        ]
         gate = "closed" if process in self.closed else "open"
-        return ncclctl.parse(json.dumps({"gate": gate, "instance": 1, "comms": comms, "nccl_threads": 0}))
+        return ncclctl.parse(
+            json.dumps({"gate": gate, "instance": 1, "comms": comms, "ended": ended, "nccl_threads": 0})
+        )
+
+    def destroy(self, process: Process, comm: str) -> None:
+        """The application destroys a communicator, which does not wait at the gate."""
+        self.ended.setdefault(process, {})[comm] = self.comms[process].pop(comm)
 
     def close(self, process: Process) -> None:
         self._hear("close", process)
@@ -94,7 +105,12 @@ class Shims:
         if process in self.waiting:
             assert given_up.wait(60), "it was not asked to give up"
             raise ncclctl.gave_up(f"process {process.pid}")
-        self._turn(process, [line.split()[0] for line in lines], "live")
+        asked = [line.split()[0] for line in lines]
+        for comm in set(asked) & self.comms[process].keys():
+            if sum(comm in comms for comms in self.comms.values()) < self.comms[process][comm][0]:
+                assert given_up.wait(60), f"a member of {comm} does not come"
+                raise ncclctl.gave_up(f"process {process.pid}")
+        self._turn(process, asked, "live")
 
     def _turn(self, process: Process, comms: Sequence[str], state: str) -> None:
         for comm in set(comms) & self.comms[process].keys():
@@ -175,9 +191,15 @@ class Here:
             ranks = [entry.to_proto(name) for entry in other.entries]
             return pb.ListRanksReply(ranks=ranks)
 
+        async def get_node(request: Any) -> pb.NodeInfo:
+            return pb.NodeInfo(name=name)
+
         gates, members = other.gates, other.members
         return _Client(
-            node=SimpleNamespace(ListRanks=list_ranks),
+            node=SimpleNamespace(
+                ListRanks=lambda request, timeout_s: called(list_ranks, request, timeout_s),
+                GetNode=lambda request, timeout_s: called(get_node, request),
+            ),
             source=SimpleNamespace(GetOutcome=self.cluster.answers.get_outcome),
             target=SimpleNamespace(GetCopy=self.cluster.answers.get_copy),
             gate=SimpleNamespace(
@@ -247,10 +269,10 @@ class Cluster:
         for node in self.nodes.values():
             await node.gates.close(self.request)
 
-    def begin(self) -> Moving:
+    def begin(self, boot_id: str = "boot") -> Moving:
         """The move in the source's journal, as Begin leaves it."""
         begin = Begin(
-            MOVE, "source", "job-0", "job", 0, "a", "a:7070", "c", "c:7070", NONCE.hex(), "boot", 1.0, 30.0, ALICE
+            MOVE, "source", "job-0", "job", 0, "a", "a:7070", "c", "c:7070", NONCE.hex(), boot_id, 1.0, 30.0, ALICE
         )
         move_log = self.nodes["a"].journal.begin(begin)
         move_log.mark(Mark.BEGUN)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import NcclFailed, Unreachable
+from snapshotd.api.errors import NcclFailed, Unreachable, Where
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.moves.source.departure import Departure
 from snapshotd.moves.source.dump import Dump
 from snapshotd.proc import host
-from tests.daemon.gate_doubles import MOVE, Cluster, end
+from tests.daemon.gate_doubles import MOVE, PAIR, WORLD, Cluster, end
 
 
 async def test_undo_rebuilds_communicators_that_the_targets_copy_had(cluster: Cluster) -> None:
@@ -122,6 +122,22 @@ async def test_source_that_an_operator_declared_dead_opens_gates_with_errors(clu
     assert gate.log.last_mark is Mark.SETTLED
 
 
+async def test_target_that_a_false_declaration_let_run_opens_gates_with_errors(cluster: Cluster) -> None:
+    """The source's daemon was only down. It accepts the declaration, and does not know that communicators were given up."""
+    await cluster.close_all()
+    await cluster.nodes["a"].communicators.detach(cluster.begin())
+    gates = cluster.nodes["b"].gates
+    gate = gates.moves[MOVE]
+    cluster.answers.outcome = pb.Outcome(kind=pb.COMMIT, settled=True, where=Where.TARGET_RUNNING.value)
+    async with gate.lock:
+        await gates._settle_once(gate)  # the target does not answer
+        assert cluster.shims.of("open") == []
+        cluster.answers.copy = pb.Copy(state=pb.Copy.RUNNING, abandoned=True)
+        await gates._settle_once(gate)
+    assert {more for _, more in cluster.shims.of("open")} == {"abandon"}
+    assert gate.log.last_mark is Mark.SETTLED
+
+
 async def test_gate_that_is_told_too_early_does_not_open(cluster: Cluster) -> None:
     """Whatever a daemon believes, the process itself refuses, and the next attempt succeeds."""
     await cluster.close_all()
@@ -175,6 +191,20 @@ async def test_undo_does_not_wait_for_a_member_that_has_replaced_its_program(clu
     cluster.shims.closed.discard(replaced)
     await source.put_back(moving)
     assert "has replaced its program" in moving.failure
+    assert moving.log.record.abandoned
+
+
+async def test_undo_does_not_wait_for_a_node_that_has_opened_its_gates(cluster: Cluster) -> None:
+    """Nothing was down there when its source had been silent for long. A process behind an open gate is no member again."""
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    gate = cluster.nodes["b"].gates.moves[MOVE]
+    gate.log.decide(Outcome.ABORT, "the source is silent for too long", "source")
+    gate.log.mark(Mark.SETTLED)
+    await source.put_back(moving)
+    assert "the gates here were opened" in moving.failure
     assert moving.log.record.abandoned
 
 
@@ -286,3 +316,40 @@ async def test_gate_stays_closed_while_the_source_still_builds(cluster: Cluster,
     if not learned:
         await source.put_back(moving)
         assert cluster.shims.states() == {"live"}
+
+
+# ---------------------------------------------------------------- members that destroy a communicator while it is down
+
+
+async def test_communicator_that_a_member_has_destroyed_is_given_up_for_all(cluster: Cluster) -> None:
+    """A destroy does not wait at the gate. Without it the undo would wait for that member for ever. The rest is built."""
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    cluster.shims.destroy(cluster.process[1], PAIR)
+    with pytest.raises(NcclFailed, match=f"rank 1 has destroyed communicator {PAIR}"):
+        await source.attach(moving, "a")
+    await source.put_back(moving)
+    states = {comm: member[2] for comm, member in cluster.shims.comms[cluster.process[0]].items()}
+    assert states == {WORLD: "live", PAIR: "detached"}
+    assert f"communicator {PAIR} by job-1 on b" in moving.failure
+    moving.log.decide(Outcome.ABORT, "a test", "source")
+    await source.open_all(moving)
+    assert cluster.shims.closed == set()
+    assert {more for _, more in cluster.shims.of("open")} == {"abandon"}  # makes PAIR an error, and WORLD stays
+
+
+async def test_communicator_that_all_members_have_destroyed_is_forgotten(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    for rank in (0, 1):
+        cluster.shims.destroy(cluster.process[rank], PAIR)
+    await source.put_back(moving)
+    assert (moving.failure, moving.log.record.abandoned) == ("", False)
+    assert cluster.shims.states() == {"live"}
+    moving.log.decide(Outcome.ABORT, "a test", "source")
+    await source.open_all(moving)
+    assert {more for _, more in cluster.shims.of("open")} == {None}

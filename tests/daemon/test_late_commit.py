@@ -44,7 +44,10 @@ async def test_communicators_are_built_before_commit_is_recorded(
 ) -> None:
     monkeypatch.setattr(communicators, "down", lambda moving: True)
     marks: Any = SimpleNamespace(
-        begin=SimpleNamespace(target_node="c"), mark=lambda *_, **__: None, last_mark=Mark.SETTLED
+        begin=SimpleNamespace(target_node="c"),
+        record=SimpleNamespace(abandoned=False),
+        mark=lambda *_, **__: None,
+        last_mark=Mark.SETTLED,
     )
     ops, moving = Followed(target), SimpleNamespace(log=marks, waiting_for="")
     await ops.settle_once(moving)  # type: ignore[arg-type]
@@ -57,7 +60,10 @@ async def test_commit_is_not_recorded_before_the_communicators_are_built(monkeyp
     marked: dict[str, bool] = {}
     monkeypatch.setattr(communicators, "down", lambda moving: not marked)
     log: Any = SimpleNamespace(
-        begin=SimpleNamespace(target_node="c"), mark=lambda *_, **fields: marked.update(fields), last_mark=Mark.SETTLED
+        begin=SimpleNamespace(target_node="c"),
+        record=SimpleNamespace(abandoned=False),
+        mark=lambda *_, **fields: marked.update(fields),
+        last_mark=Mark.SETTLED,
     )
     ops, moving = Followed(CopyState.HELD), SimpleNamespace(log=log, waiting_for="")
     ops.failure = Unreachable("node b could not be reached")

@@ -14,16 +14,17 @@ from typing import Any
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
-from snapshotd.api.errors import RankGone, Refused, SnapshotError, Where, WrongState
+from snapshotd.api.errors import RankGone, Refused, SnapshotError, Timeout, Unreachable, Where, WrongState
 from snapshotd.inprocess import ncclctl
 from snapshotd.keepers.listing import ranks_of
 from snapshotd.moves import rules
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, leftovers
 from snapshotd.moves.nccl.members import CLOSE_DEVICES_S, NEW_ID_S, Members, cause
-from snapshotd.moves.nccl.membership import Membership, membership_of, untried
+from snapshotd.moves.nccl.membership import Membership, ended_since, membership_of, nodes_of, on_node, placed, untried
 from snapshotd.moves.node import Node
 from snapshotd.moves.rules import Mark
+from snapshotd.moves.where import where_of
 from snapshotd.proc import host
 from snapshotd.proc.tree import Process
 from snapshotd.runtime import metrics
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 #: What a call may take beyond the work itself.
 GRACE_S = 5.0
-REPORT_S, LIST_S, OPEN_S, GIVE_UP_S = 15.0, 10.0, 5.0, 5.0
+REPORT_S, LIST_S, OPEN_S, GIVE_UP_S, ALIVE_S = 15.0, 10.0, 5.0, 5.0, 10.0
 #: Between two messages to a node that has not given up yet.
 TELL_AGAIN_S = 0.5
 #: The held copy is continued and loads a fresh copy of NCCL.
@@ -69,32 +70,17 @@ class Communicators:
         await reach(Point.DETACH)
         seconds = host.boottime_s() - began
         metrics.phase("detach", seconds)
-        log.info("took %d communicators down on %d nodes in %.1f s", len(membership), len(_nodes(membership)), seconds)
+        log.info(
+            "took %d communicators down on %d nodes in %.1f s", len(membership), len(nodes_of(membership)), seconds
+        )
         return pb.DetachReply(comms=len(membership), seconds=seconds)
 
     async def attach(self, moving: Moving, node: str) -> pb.AttachReply:
         """Builds them again, with the rank's copy on `node`. The caller holds the move's lock."""
-        began = host.boottime_s()
         membership = moving.log.record.communicators
         if membership is None:
             return pb.AttachReply()
-        membership = _placed(membership, moving.log.begin.rank_uid, node)
-        await reach(Point.BEFORE_ATTACH)
-        if node != self.node.config.node:
-            ready = pb.AttachRequest(move=moving.log.move, rank_uids=[moving.log.begin.rank_uid])
-            async with self._client(moving, node) as client:
-                await client.gate.Attach(ready, timeout_s=READY_S + GRACE_S)
-        gpus = await self._gpus(moving, _nodes(membership))
-        ids = await self._new_ids(moving, membership)
-        await self._on_all(
-            _nodes(membership),
-            lambda name: self._attach_on(moving, name, membership, ids, gpus),
-            lambda name: self._give_up_on(moving, name),
-        )
-        seconds = host.boottime_s() - began
-        metrics.phase("reattach", seconds)
-        log.info("built %d communicators on %d nodes in %.1f s", len(membership), len(_nodes(membership)), seconds)
-        return pb.AttachReply(comms=len(membership), seconds=seconds)
+        return await self._build(moving, placed(membership, moving.log.begin.rank_uid, node), node)
 
     # ------------------------------------------------------------------ undo, with or without a driver
 
@@ -102,18 +88,22 @@ class Communicators:
         """ABORT stands and the rank runs here again, behind its gate: builds its communicators again on all members.
 
         After an error it is called again, for as long as it takes: meanwhile the gates stay closed. Only when a member has
-        ended, so that they can never be complete, the job continues without them and gets NCCL's errors.
+        ended, or its node was declared dead, so that they can never be complete, the job continues without them and gets
+        NCCL's errors.
         """
         membership = moving.log.record.communicators
-        if membership is None:
+        if membership is None or moving.log.record.abandoned:
             return
-        where = f"on {', '.join(_nodes(membership))}; the gates stay closed until then"
+        where = f"on {', '.join(nodes_of(membership))}; the gates stay closed until then"
         moving.waiting_for = moving.unbuilt or f"its communicators are being built again {where}"
         for again in (True, False):  # a short failure is retried once before it is reported
             try:
                 # Those that were built with the target's copy already are taken down first; the others are down.
                 await self._detach_all(moving, membership)
-                await self.attach(moving, self.node.config.node)
+                ended = ended_since(await self._reports(moving, nodes_of(membership)), membership)
+                wanted = {comm: members for comm, members in membership.items() if comm not in ended}
+                await self._build(moving, wanted, self.node.config.node)
+                await self._leave_down(moving, membership, ended)
                 moving.unbuilt = ""
                 return
             except RankGone as error:
@@ -122,19 +112,60 @@ class Communicators:
             except SnapshotError as error:
                 kept = f"its communicators are not built again yet, and the gates stay closed: {error.message}"
                 moving.waiting_for = moving.unbuilt = kept
+                if moving.given_up:
+                    await self.give_up_building(moving, moving.given_up)
+                    return
                 if not again:
                     raise type(error)(kept, remedy=error.advice, where=error.where) from error
                 log.warning("building the communicators again: %s", error.message)
 
     async def give_up_building(self, moving: Moving, why: str) -> None:
-        """A member has ended: communicators that are down stay down. Gates open all the same, and the job gets errors."""
+        """A member has ended, or its node was declared dead: communicators that are down stay down. Gates open all the same,
+        and the job gets errors."""
         if moving.log.record.communicators is None:
             return
-        unbuilt = f"its communicators can never be built again: {why}"
-        if unbuilt not in moving.failure:  # this may be repeated
-            moving.failure = "; ".join(filter(None, (moving.failure, unbuilt)))
-        log.error("rank %s: %s; the job continues without them", moving.log.begin.rank, unbuilt)
-        await in_thread(moving.log.mark, moving.log.last_mark, abandoned=True)
+        await self._abandon(moving, f"its communicators can never be built again: {why}")
+
+    async def _abandon(self, moving: Moving, why: str) -> None:
+        """Journals that communicators which are down stay down: when the gates open, the job gets errors from these."""
+        if why not in moving.failure:  # this may be repeated
+            moving.failure = "; ".join(filter(None, (moving.failure, why)))
+        log.error("rank %s: %s; the job continues without them", moving.log.begin.rank, why)
+        await in_thread(moving.log.mark, moving.log.last_mark, abandoned=True, failure=moving.failure)
+
+    async def _leave_down(self, moving: Moving, membership: Membership, ended: Membership) -> None:
+        """Communicators that members have destroyed while they were down are not built again. The other members may destroy
+        theirs as well; if they use it instead, they get errors. One that no member has any more leaves nothing to do."""
+        left = {comm: members for comm, members in ended.items() if len(members) < len(membership[comm])}
+        if left:
+            named = "; ".join(
+                f"communicator {comm} by {', '.join(f'{member.rank_uid} on {member.node}' for member in members[:3])}"
+                for comm, members in sorted(left.items())
+            )
+            why = (
+                f"destroyed while they were taken down, so that they are not built again for the other members: {named}"
+            )
+            await self._abandon(moving, f"{len(left)} communicators were {why}")
+
+    async def must_be_dead(self, moving: Moving, name: str) -> None:
+        """Raises WrongState unless a node has members of the communicators that are down, and does not answer."""
+        begin, others = moving.log.begin, set(nodes_of(moving.log.record.communicators or {})) - {self.node.config.node}
+        if name not in others:
+            named = f"has none: {', '.join(sorted(others))} have" if others else "has none, nor has any other node"
+            raise WrongState(
+                f"move {begin.move} waits for no member of communicators on {name}: it {named}",
+                where=where_of(moving.log),
+            )
+        try:
+            async with self._client(moving, name) as client:
+                await client.node.GetNode(pb.GetNodeRequest(), timeout_s=ALIVE_S)
+        except (Unreachable, Timeout):
+            return
+        raise WrongState(
+            f"snapshotd on {name} answers: it is not dead, and the communicators are being built again",
+            remedy=f"`migrator status {begin.move}` says what they wait for",
+            where=where_of(moving.log),
+        )
 
     async def open_all(self, moving: Moving) -> None:
         """Sends every node the token that opens its gates. Best effort: a node that is not reached asks later."""
@@ -160,6 +191,26 @@ class Communicators:
 
     # ------------------------------------------------------------------ parts
 
+    async def _build(self, moving: Moving, membership: Membership, node: str) -> pb.AttachReply:
+        """Builds these communicators, with the rank's copy on `node`."""
+        began = host.boottime_s()
+        await reach(Point.BEFORE_ATTACH)
+        if node != self.node.config.node:
+            ready = pb.AttachRequest(move=moving.log.move, rank_uids=[moving.log.begin.rank_uid])
+            async with self._client(moving, node) as client:
+                await client.gate.Attach(ready, timeout_s=READY_S + GRACE_S)
+        gpus = await self._gpus(moving, nodes_of(membership))
+        ids = await self._new_ids(moving, membership)
+        await self._on_all(
+            nodes_of(membership),
+            lambda name: self._attach_on(moving, name, membership, ids, gpus),
+            lambda name: self._give_up_on(moving, name),
+        )
+        seconds = host.boottime_s() - began
+        metrics.phase("reattach", seconds)
+        log.info("built %d communicators on %d nodes in %.1f s", len(membership), len(nodes_of(membership)), seconds)
+        return pb.AttachReply(comms=len(membership), seconds=seconds)
+
     async def _processes(self, moving: Moving) -> list[Process]:
         """The moving rank's processes that had communicators."""
         gates = self.members.gates.moving(moving.log.move)
@@ -168,16 +219,9 @@ class Communicators:
 
     async def _learn(self, moving: Moving) -> Membership:
         """Every member of every communicator of the rank, from all nodes' reports; journalled."""
-        begin, request = moving.log.begin, self._request(moving)
+        begin = moving.log.begin
         names = [node.name for node in moving.nodes] or [self.node.config.node]
-
-        async def ask(name: str) -> pb.GateReport:
-            if name == self.node.config.node:
-                return await self.members.gates.report(request)
-            async with self._client(moving, name) as client:
-                return await client.gate.Report(request, timeout_s=REPORT_S)
-
-        answers = await asyncio.gather(*map(ask, names), return_exceptions=True)
+        answers = await asyncio.gather(*(self._report(moving, name) for name in names), return_exceptions=True)
         reports = {
             name: answer for name, answer in zip(names, answers, strict=True) if isinstance(answer, pb.GateReport)
         }
@@ -198,11 +242,22 @@ class Communicators:
         )
         return membership
 
+    async def _report(self, moving: Moving, name: str) -> pb.GateReport:
+        request = self._request(moving)
+        if name == self.node.config.node:
+            return await self.members.gates.report(request)
+        async with self._client(moving, name) as client:
+            return await client.gate.Report(request, timeout_s=REPORT_S)
+
+    async def _reports(self, moving: Moving, names: Sequence[str]) -> dict[str, pb.GateReport]:
+        answers = await asyncio.gather(*(self._report(moving, name) for name in names))
+        return dict(zip(names, answers, strict=True))
+
     async def _detach_all(self, moving: Moving, membership: Membership) -> None:
         limit_s = self.limit_s(membership)
 
         async def detach(name: str) -> None:
-            comms, uids = _on(membership, name)
+            comms, uids = on_node(membership, name)
             request = pb.DetachRequest(move=moving.log.move, comms=comms, rank_uids=uids, timeout_s=limit_s)
             if name == self.node.config.node:
                 await self.members.detach(request, name)
@@ -210,7 +265,7 @@ class Communicators:
             async with self._client(moving, name) as client:
                 await client.gate.Detach(request, timeout_s=limit_s + GRACE_S)
 
-        await self._on_all(_nodes(membership), detach)
+        await self._on_all(nodes_of(membership), detach)
 
     async def _new_ids(self, moving: Moving, membership: Membership) -> dict[str, str]:
         """An id for each communicator, made by its member with the lowest rank."""
@@ -233,7 +288,7 @@ class Communicators:
         ids: Mapping[str, str],
         gpus: Mapping[str, frozenset[str]],
     ) -> None:
-        comms, uids = _on(membership, name)
+        comms, uids = on_node(membership, name)
         limit_s = self.limit_s(membership)
         request = pb.AttachRequest(move=moving.log.move, rank_uids=uids, timeout_s=limit_s)
         for comm in comms:
@@ -332,21 +387,3 @@ def must_be_attached(moving: Moving) -> None:
     """Raises WrongState unless the communicators are built: after COMMIT only a rank without them would be left."""
     if down(moving):
         raise WrongState("its communicators are not built again yet", where=Where.SOURCE_FROZEN)
-
-
-def _placed(membership: Membership, rank_uid: str, node: str) -> Membership:
-    """The same membership with the moving rank on another node."""
-    return {
-        comm: [member.at(node) if member.rank_uid == rank_uid else member for member in found]
-        for comm, found in membership.items()
-    }
-
-
-def _nodes(membership: Membership) -> list[str]:
-    return sorted({member.node for found in membership.values() for member in found})
-
-
-def _on(membership: Membership, node: str) -> tuple[list[str], list[str]]:
-    """The communicators that have a member on a node, in the order in which all members build them, and those ranks' uids."""
-    comms = sorted(comm for comm, found in membership.items() if any(member.node == node for member in found))
-    return comms, sorted({member.rank_uid for comm in comms for member in membership[comm] if member.node == node})

@@ -214,7 +214,9 @@ class GateSteps(Steps):
             # A source is settled only after it has built all that it will ever build. What is down now stays down. It says
             # so itself, unless it is of an older version. The order matters: its answer first, then the state here.
             abandoned = abandoned or (undone and await self._down(moving.log))
-            if outcome is Outcome.COMMIT and answer.where == Where.TARGET_RUNNING.value:
+            # If one is down here all the same, the target must say whether a declaration that the source is dead let it run.
+            running = outcome is Outcome.COMMIT and answer.where == Where.TARGET_RUNNING.value
+            if running and (abandoned or not await self._down(moving.log)):
                 return GateFacts(moving.log.last_mark, None, outcome, target=CopyState.RUNNING, abandoned=abandoned)
         except NotFound:
             unknowing = True

@@ -22,6 +22,7 @@ from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, held_copy
 from snapshotd.moves.nccl.gates import GateSteps
 from snapshotd.moves.record import GateProcess
+from snapshotd.moves.rules import Mark
 from snapshotd.moves.steps import step
 from snapshotd.proc import host, tree
 from snapshotd.proc.tree import Process
@@ -67,7 +68,7 @@ class Members:
         comms = [nccl_lines.check_comm(comm) for comm in request.comms]
         began, limit_s = host.boottime_s(), _limit_s(request.timeout_s, DETACH_S)
         async with moving.lock:
-            self.gates.must_be_open(moving)
+            self._must_be_closed(moving)
             found = await in_thread(gate_processes.members, moving.log, request.rank_uids)
             async with _members_only(found):
                 await all_at_once(lambda each: ncclctl.detach(each.process, comms, limit_s), found)
@@ -88,7 +89,7 @@ class Members:
         moving = self.gates.moving(request.move)
         _only_the_source(moving.log, caller)
         async with moving.lock:
-            self.gates.must_be_open(moving)
+            self._must_be_closed(moving)
             found = await in_thread(gate_processes.members, moving.log, [request.rank_uid])
             return pb.NewIdReply(unique_id=await in_thread(_new_id, [each.process for each in found], request.pid))
 
@@ -181,11 +182,19 @@ class Members:
     ) -> None:
         _only_the_source(moving.log, caller)
         async with moving.lock:
-            self.gates.must_be_open(moving)
+            self._must_be_closed(moving)
             found = await in_thread(gate_processes.members, moving.log, rank_uids)
             await reach(Point.ATTACHING)
             async with _members_only(found):
+                await _must_have({line.split()[0] for line in lines}, found)
                 await _build([each.process for each in found], lines, limit_s, given_up)
+
+    def _must_be_closed(self, moving: Moving) -> None:
+        """Raises WrongState if the move has an outcome here. Raises RankGone once the gates have been opened for it: no
+        communicator can be built with a process behind an open gate, and an undo must not try for ever."""
+        if moving.log.last_mark is Mark.SETTLED:
+            raise RankGone(f"the gates here were opened for move {moving.log.move} before", where=Where.UNKNOWN)
+        self.gates.must_be_open(moving)
 
     def _copy_of(self, move: str, rank_uids: Iterable[str]) -> Moving | None:
         copy = self._held_copy(check_move_id(move))
@@ -208,6 +217,17 @@ async def _members_only(found: Sequence[GateProcess]) -> AsyncIterator[None]:
                     f"process {each.process.pid} of rank {each.rank} has replaced its program", where=Where.UNKNOWN
                 ) from error
         raise
+
+
+async def _must_have(comms: Collection[str], found: Sequence[GateProcess]) -> None:
+    """Raises NcclFailed if a process has destroyed one of these communicators while it was down: all other members would wait
+    for it in vain."""
+    for each, report in zip(found, await all_at_once(lambda one: ncclctl.read(one.process), found), strict=True):
+        if gone := sorted({comm.id for comm in report.ended} & set(comms)):
+            raise NcclFailed(
+                f"process {each.process.pid} of rank {each.rank} has destroyed communicator {gone[0]} while it was down",
+                where=Where.UNKNOWN,
+            )
 
 
 async def _build(processes: Sequence[Process], lines: Sequence[str], limit_s: float, given_up: threading.Event) -> None:

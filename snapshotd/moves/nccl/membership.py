@@ -45,6 +45,40 @@ def membership_of(reports: Mapping[str, pb.GateReport], rank_uid: str) -> tuple[
     return {comm: found[comm] for comm in mine}, problems
 
 
+def ended_since(reports: Mapping[str, pb.GateReport], membership: Membership) -> Membership:
+    """Those members that have destroyed or aborted their communicator since it was taken down: a destroy does not wait at the
+    gate. An id is never used twice in a process."""
+    gone = {
+        (comm.id, process.rank_uid, process.pid, comm.rank)
+        for report in reports.values()
+        for process in report.processes
+        for comm in process.ended
+    }
+    found = {
+        comm: [member for member in members if (comm, member.rank_uid, member.pid, member.rank) in gone]
+        for comm, members in membership.items()
+    }
+    return {comm: members for comm, members in found.items() if members}
+
+
+def placed(membership: Membership, rank_uid: str, node: str) -> Membership:
+    """The same membership with the moving rank on another node."""
+    return {
+        comm: [member.at(node) if member.rank_uid == rank_uid else member for member in found]
+        for comm, found in membership.items()
+    }
+
+
+def nodes_of(membership: Membership) -> list[str]:
+    return sorted({member.node for found in membership.values() for member in found})
+
+
+def on_node(membership: Membership, node: str) -> tuple[list[str], list[str]]:
+    """The communicators that have a member on a node, in the order in which all members build them, and those ranks' uids."""
+    comms = sorted(comm for comm, found in membership.items() if any(member.node == node for member in found))
+    return comms, sorted({member.rank_uid for comm in comms for member in membership[comm] if member.node == node})
+
+
 def untried(members: Sequence[Member], gpus: Mapping[str, frozenset[str]]) -> bool:
     """Whether a communicator is built without a first all-reduce. This is so if two members share a GPU, where one kernel may
     block the other for ever, or if one process has several ranks in it, which would have to be tried at once."""

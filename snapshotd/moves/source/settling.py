@@ -131,11 +131,12 @@ class SourceSettling(Steps):
     async def _attach_late(self, moving: Moving) -> None:
         """The copy here is lost, and COMMIT is about to be recorded without the driver: builds the communicators with the
         target's copy first, because the target may let the rank run as soon as COMMIT is recorded. Until they are built
-        nothing is recorded, unless a member has ended."""
+        nothing is recorded, unless a member has ended or was declared dead."""
         if communicators.down(moving):
-            gone = False
+            gone = moving.log.record.abandoned
             try:
-                await self.communicators.attach(moving, moving.log.begin.target_node)
+                if not gone:
+                    await self.communicators.attach(moving, moving.log.begin.target_node)
             except RankGone as error:
                 gone = True
                 log.error("the rank continues without its communicators: %s", error.message)

@@ -314,6 +314,28 @@ class SourceSteps(SourceSettling):
                 await self.departure.thaw(moving)
             return self.outcome_of(moving)
 
+    @step
+    async def declare_member_dead(self, move: str, node: str, by: str) -> pb.Outcome:
+        """An operator declares that a node with other members of the rank's communicators is dead. They are not built again:
+        the gates open, and the job gets NCCL's errors. Only for a move that its driver does not carry out any more."""
+        moving = self.moving(move)
+        if moving.log.last_mark is Mark.SETTLED:
+            return self.outcome_of(moving)
+        if moving.log.committed or (moving.log.outcome is None and not moving.lease_expired):
+            state = "committed" if moving.log.committed else "not being undone"
+            raise WrongState(
+                f"move {move} is {state}: it is not known to wait for {node}",
+                remedy=f"`migrator recover {move}` finishes or undoes it",
+                where=where_of(moving.log),
+            )
+        await self.communicators.must_be_dead(moving, node)
+        moving.given_up = f"{by} declared {node} dead"  # ends an attempt that has the lock after its next failure
+        async with self.ending(moving, "recover"):
+            if not moving.log.ended_unix_s:  # that attempt may have carried it out
+                await self.communicators.give_up_building(moving, moving.given_up)
+                await self.settle_once(moving)
+            return self.outcome_of(moving)
+
     def must_be_open(self, moving: Moving) -> None:
         super().must_be_open(moving)
         if moving.interrupted:
