@@ -2,7 +2,8 @@
 
 The rank and every peer's process are members of one communicator. Each member stores its number: 0 if it is destroyed, else
 the number of the attempt that created it. Invariants: a gate opens only when the communicator is complete on every member,
-and no gate stays closed for ever.
+and no gate stays closed for ever. A communicator that can never be complete is abandoned, which a node must have journalled
+before: then the gates open, and its members get errors. No gate ever opens in front of a missing communicator otherwise.
 """
 
 from __future__ import annotations
@@ -38,6 +39,17 @@ class Gating(Peering):
         for copy in self.members():
             if not copy.gated and not excused and not self.whole():
                 raise Broken(f"the gate on {copy.node} is open, and the communicator is not whole")
+            if not copy.gated and not copy.comm and not copy.lost:
+                raise Broken(f"the gate on {copy.node} is open in front of a missing communicator")
+            if copy.lost and not any(record.abandoned for record in self.journal.values()):
+                raise Broken(f"the communicator on {copy.node} is an error, and no node has abandoned it")
+
+    def open_gate(self, node: str, copy: Copy, *, abandoned: bool) -> None:
+        """The shim: refuses while the communicator is missing, unless it is abandoned."""
+        if not copy.comm and not abandoned:
+            raise Refused("the communicator is not attached: the gate stays closed")
+        self.event(node, "open its gate")
+        copy.gated, copy.lost = False, not copy.comm
 
     # ------------------------------------------------------------ requests of the driver
 
@@ -66,11 +78,13 @@ class Gating(Peering):
         """From the driver. COMMIT is accepted; for ABORT, the source is asked whether it has restored the communicator."""
         return self.open_with(node, move, token, (Outcome.COMMIT,))
 
-    def on_openagain(self, node: str, move: str, token: bytes) -> Answer:
-        """From the source, which has restored the communicator."""
-        return self.open_with(node, move, token, tuple(Outcome))
+    def on_openagain(self, node: str, move: str, token: bytes, abandoned: bool) -> Answer:
+        """From the source, which has restored the communicator, or abandoned it."""
+        return self.open_with(node, move, token, tuple(Outcome), abandoned=abandoned)
 
-    def open_with(self, node: str, move: str, token: bytes, believed: tuple[Outcome, ...]) -> Answer:
+    def open_with(
+        self, node: str, move: str, token: bytes, believed: tuple[Outcome, ...], *, abandoned: bool = False
+    ) -> Answer:
         record = self.journal.get((node, gate_of(move)))
         if record is not None and not record.ended:
             outcome = next((item for item in Outcome if proves(token, record.nonce, item, move)), None)
@@ -78,7 +92,7 @@ class Gating(Peering):
                 raise Refused("not a token for this move")
             if outcome in believed:
                 self.event(node, f"learn {outcome}")
-                record.outcome = record.outcome or outcome
+                record.outcome, record.abandoned = record.outcome or outcome, record.abandoned or abandoned
             record.lease_until_s = -1.0  # the driver no longer works on this move
             self.settle_gate(node, gate_of(move))
         return Answer()
@@ -115,7 +129,7 @@ class Gating(Peering):
             return  # the shim does not recreate a communicator that was not destroyed
         if number and number <= self.attempts:
             raise Refused("the others build another one by now")
-        copy.comm = number
+        copy.comm, copy.lost = number, False
 
     def take_down(self, node: str, move: str, record: Record) -> None:
         self.change(node, record.copy, 0)
@@ -136,24 +150,44 @@ class Gating(Peering):
 
     def put_back(self, node: str, move: str, record: Record) -> None:
         """Restores the communicator after ABORT, when the rank runs here again with its gate closed."""
-        if not record.detached_on or not record.copy_exists:
+        if not record.detached_on or record.abandoned:
+            return
+        if not record.copy_exists:
+            self.abandon(node, record)
             return
         try:
             self.take_down(node, move, record)
             self.build(node, move, record, node)
-        except Refused:
-            self.given_up = True  # a member has ended, or has opened its gate: the job gets NCCL's own errors
+        except Refused:  # a member has ended, or has opened its gate
+            self.abandon(node, record)
+
+    def abandon(self, node: str, record: Record) -> None:
+        self.event(node, "abandon the communicator")
+        record.abandoned = self.given_up = True
+
+    def on_declarememberdead(self, node: str, move: str, member: str) -> Answer:
+        record = self.journal.get((node, move))
+        if record is None or record.role != "source":
+            raise Refused("no such move")
+        undone = record.holds is Outcome.ABORT or (record.holds is None and self.now_s > record.lease_until_s)
+        if not undone or member not in record.detached_on:
+            raise Refused(f"it does not wait for {member}")
+        if self.reaches(node, member):
+            raise Refused(f"{member} lives")
+        if not record.ended and record.mark is not Mark.SETTLED:
+            self.abandon(node, record)
+            self.look(node, move)
+        return Answer()
 
     def open_all(self, node: str, move: str, record: Record) -> None:
         if record.holds is None or (node, gate_of(move)) not in self.journal:
             return
         if record.copy is not None and record.copy.gated:  # the gate's record may have ended with COMMIT
-            self.event(node, "open its gate")
-            record.copy.gated = False
+            self.open_gate(node, record.copy, abandoned=record.abandoned)
         token = proof(record.nonce, record.holds, move)
         for one in (node, *record.detached_on):
             with suppress(Lost, Refused):
-                self.call(node, one, "OpenAgain", move, token)
+                self.call(node, one, "OpenAgain", move, token, record.abandoned)
 
     # ------------------------------------------------------------ settling, by the rules alone
 
@@ -171,21 +205,31 @@ class Gating(Peering):
                 case GateDecision.LEARN_COMMIT | GateDecision.LEARN_ABORT:
                     outcome = Outcome.COMMIT if decision is GateDecision.LEARN_COMMIT else Outcome.ABORT
                     self.event(node, f"learn {outcome}")
-                    record.outcome = outcome
+                    record.outcome, record.abandoned = outcome, record.abandoned or facts.abandoned
                 case GateDecision.OPEN:
                     self.event(node, "open the gates")
                     left = record.outcome is Outcome.COMMIT and node == record.peer
-                    if record.copy is not None and not left:
-                        record.copy.gated = False
+                    if record.copy is not None and record.copy.alive and not left:
+                        self.open_here(node, key.removesuffix(" gate"), record, record.copy)
                     self.mark(node, record, Mark.SETTLED)
                 case GateDecision.CLOSE:
                     self.end(node, record)
             facts = GateFacts(record.mark, record.outcome)
 
+    def open_here(self, node: str, move: str, record: Record, copy: Copy) -> None:
+        """If the shim refuses, source and target are asked whether the communicator is abandoned; the next attempt succeeds
+        then."""
+        try:
+            self.open_gate(node, copy, abandoned=record.abandoned)
+        except Refused:
+            record.abandoned = record.abandoned or self.ask_for_gate(node, move, record).abandoned
+            raise
+
     def ask_for_gate(self, node: str, move: str, record: Record) -> GateFacts:
         outcome: Outcome | None = None
-        undone = unknowing = False
+        undone = unknowing = abandoned = False
         silent_s = 0.0
+        down = record.copy is not None and record.copy.alive and record.copy.comm == 0
         try:
             answer = self.call(node, record.peer, "GetOutcome", move)
             if answer.kind == "UNDECIDED":
@@ -193,14 +237,15 @@ class Gating(Peering):
             unknowing = answer.kind == "NOT FOUND"
             outcome = None if unknowing else Outcome(answer.kind)
             undone = outcome is Outcome.ABORT and answer.settled
-            if outcome is Outcome.COMMIT and answer.copy is CopyState.RUNNING:
-                return GateFacts(record.mark, None, outcome, target=CopyState.RUNNING)
+            abandoned = answer.abandoned
+            if outcome is Outcome.COMMIT and answer.copy is CopyState.RUNNING and (abandoned or not down):
+                return GateFacts(record.mark, None, outcome, target=CopyState.RUNNING, abandoned=abandoned)
         except Lost:
             silent_s = self.now_s - record.lease_until_s
         target = CopyState.UNREACHABLE
         if outcome is not Outcome.ABORT:
             with suppress(Lost):
-                target = self.call(node, record.target, "GetCopy", move).copy
+                said = self.call(node, record.target, "GetCopy", move)
+                target, abandoned = said.copy, abandoned or said.abandoned
         silent, lost = silent_s > SILENT_S, silent_s > LOST_S
-        down = record.copy is not None and record.copy.alive and record.copy.comm == 0
-        return GateFacts(record.mark, None, outcome, undone, unknowing, silent, target, lost, down)
+        return GateFacts(record.mark, None, outcome, undone, unknowing, silent, target, lost, down, abandoned)

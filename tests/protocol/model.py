@@ -150,7 +150,8 @@ class Model(Settling):
         released = record.holds is Outcome.COMMIT and record.mark is Mark.SETTLED
         copy = CopyState.RUNNING if released else CopyState.UNREACHABLE
         settled = record.mark is Mark.SETTLED
-        return Answer(record.holds, proof(record.nonce, record.holds, move), copy, settled=settled)
+        token = proof(record.nonce, record.holds, move)
+        return Answer(record.holds, token, copy, settled=settled, abandoned=record.abandoned)
 
     def on_declaretargetdead(self, node: str, move: str) -> Answer:
         record = self.journal.get((node, move))
@@ -228,10 +229,11 @@ class Model(Settling):
             raise Refused("the restored copy is gone")
         return Answer(token=proof(record.nonce, "HELD", move))
 
-    def on_activate(self, node: str, move: str, token: bytes) -> Answer:
+    def on_activate(self, node: str, move: str, token: bytes, abandoned: bool = False) -> Answer:
         record = self.journal.get((node, move))
         if record is None or not proves(token, record.nonce, Outcome.COMMIT, move):
             raise Refused("not a token for this move")
+        record.abandoned = record.abandoned or abandoned
         self.learn(record, Outcome.COMMIT)
         self.settle_target(node, move)
         return self.on_getcopy(node, move)
@@ -259,7 +261,7 @@ class Model(Settling):
             raise Lost("it is perhaps just being let go: what it is can be said when that is over")
         if state in (CopyState.GONE, CopyState.DISCARDED):
             self.said_dead.add((node, move))
-        return Answer(copy=state)
+        return Answer(copy=state, abandoned=record.abandoned)
 
     def on_declaresourcedead(self, node: str, move: str) -> Answer:
         record = self.journal.get((node, move))
@@ -270,7 +272,7 @@ class Model(Settling):
         if self.reaches(node, record.peer):
             raise Refused("the source lives: it decides")
         self.event(node, "record the declaration of a person")
-        record.overruled_by, record.outcome = PERSON, Outcome.COMMIT
+        record.overruled_by, record.outcome, record.abandoned = PERSON, Outcome.COMMIT, True
         self.sever_unpointed(move)
         self.give_up_unbuilt(move, node)
         self.settle_target(node, move)

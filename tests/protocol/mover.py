@@ -197,12 +197,12 @@ class Move:
         return copy if copy is not None and copy.alive else None
 
 
-def person_says(model: Model, node: str, declaration: str, move: str) -> bool:
-    """`migrator recover --source-is-dead` (sent to the target) or `--target-is-dead` (sent to the source)."""
+def person_says(model: Model, node: str, declaration: str, move: str, *more: str) -> bool:
+    """`migrator recover --source-is-dead` (sent to the target), `--target-is-dead` or `--member-is-dead` (to the source)."""
     model.up[DRIVER] = True
     with model.acting(DRIVER):
         try:
-            model.call(DRIVER, node, declaration, move)
+            model.call(DRIVER, node, declaration, move, *more)
         except (Lost, Refused, Died):
             return False
     return True

@@ -41,6 +41,7 @@ class Copy:
     fell: bool = False  # died, but was not killed by the protocol
     gated: bool = False  # NCCL: its gate is closed
     comm: int = 1  # NCCL: its communicator, by the number of the attempt that created it; 0: none
+    lost: bool = False  # NCCL: the gate was opened without it, as abandoned, so that every operation answers an error
 
 
 class Network(ABC):

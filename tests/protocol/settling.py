@@ -5,8 +5,6 @@ Nothing is decided here. `model.py` adds the requests.
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from snapshotd.moves.rules import (
     CopyState,
     Mark,
@@ -22,7 +20,7 @@ from snapshotd.moves.rules import (
 )
 from tests.protocol.gating import Gating
 from tests.protocol.network import HOME, Broken
-from tests.protocol.world import TARGET, Lost, Record, Refused
+from tests.protocol.world import TARGET, Record, Refused
 
 
 class Settling(Gating):
@@ -94,7 +92,8 @@ class Settling(Gating):
                 case SourceDecision.RECORD_ABORT:
                     self.record_outcome(node, record, Outcome.ABORT)
                 case SourceDecision.HAND_TOKEN:
-                    self.call(node, record.peer, "Activate", move, proof(record.nonce, Outcome.COMMIT, move))
+                    token = proof(record.nonce, Outcome.COMMIT, move)
+                    self.call(node, record.peer, "Activate", move, token, record.abandoned)
                     target = CopyState.UNREACHABLE
                 case SourceDecision.TAKE_BACK:
                     self.event(node, "record the report of the target")
@@ -111,17 +110,21 @@ class Settling(Gating):
                 case SourceDecision.CLOSE:
                     if record.mark is not Mark.SETTLED:
                         self.let_packets_go(node, move, record)
+                        self.put_back(node, move, record)
                         self.mark(node, record, Mark.SETTLED)
+                        self.open_all(node, move, record)
                     self.end(node, record)
                     return reason
                 case _:
                     return reason
 
     def attach_late(self, node: str, move: str, record: Record) -> None:
-        """The driver may not have come to Attach: builds the communicator with the target's copy, best effort."""
-        if record.detached_on:
-            with suppress(Lost, Refused):
+        """The driver may not have come to Attach: builds it with the target's copy, unless a member has ended."""
+        if record.detached_on and not record.abandoned:
+            try:
                 self.build(node, move, record, record.peer)
+            except Refused:
+                self.abandon(node, record)
         self.give_up_unbuilt(move, record.peer)
 
     def give_up_unbuilt(self, move: str, target: str) -> None:
@@ -181,8 +184,7 @@ class Settling(Gating):
                         if record.copy is not None and record.copy.alive:
                             record.copy.running = True
                         if record.copy is not None and record.copy.gated:
-                            self.event(node, "open its gate")
-                            record.copy.gated = False
+                            self.open_gate(node, record.copy, abandoned=record.abandoned)
                     self.images.discard((node, move))
                     self.end(node, record)
                 case TargetDecision.CLOSE if record.mark in (Mark.ACTIVATED, Mark.DISCARDED):
@@ -204,5 +206,5 @@ class Settling(Gating):
         elif answer.kind in ("NOT FOUND", "UNDECIDED") or not proves(answer.token, record.nonce, answer.kind, move):
             return False
         else:
-            record.outcome = Outcome(answer.kind)
+            record.outcome, record.abandoned = Outcome(answer.kind), record.abandoned or answer.abandoned
         return True

@@ -31,7 +31,7 @@ from tests.protocol.faults import Scene, labels, single_faults
 from tests.protocol.gating import Gating, gate_of
 from tests.protocol.model import Model
 from tests.protocol.mover import leftovers
-from tests.protocol.network import PEER, Broken, Network
+from tests.protocol.network import PEER, Broken, Copy, Network
 from tests.protocol.world import Answer, Record
 
 FAULTS = sorted(
@@ -157,6 +157,12 @@ def never_open(facts: GateFacts) -> tuple[GateDecision, str]:
     return (GateDecision.ASK, "") if decision[0] in (GateDecision.LEARN_ABORT, GateDecision.LEARN_COMMIT) else decision
 
 
+def open_in_any_case(self: Gating, node: str, copy: Copy, *, abandoned: bool) -> None:
+    """A shim of an older version, which does not refuse: the rules must hold without it."""
+    self.event(node, "open its gate")
+    copy.gated = False
+
+
 GATE_BREAKS = (open_in_silence, open_at_abort, never_open)
 SOURCE_BREAKS = (thaw_in_silence, release_early, abort_though_held, take_back_in_silence, never_take_back)
 TARGET_BREAKS = (activate_unasked, never_ask, activate_the_dead)
@@ -175,6 +181,8 @@ BREAKS = {
 )
 def test_broken_rule_is_detected(monkeypatch: pytest.MonkeyPatch, side: str, broken: Callable[..., object]) -> None:
     monkeypatch.setattr(f"tests.protocol.{side}", broken)
+    if side == "gating.gate_next":
+        monkeypatch.setattr(Gating, "open_gate", open_in_any_case)
     assert caught()
 
 

@@ -52,6 +52,7 @@ class Record:
     rewires: tuple[str, ...] = ()  # the peers whose connections are, or may be, filtered here
     target: str = ""  # peer, gate: the target of the move; `peer` is then the source
     detached_on: tuple[str, ...] = ()  # source: peers whose members of the communicator are, or may be, taken down
+    abandoned: bool = False  # the communicator stays down where it is down: the job gets errors
     lease_until_s: float = 0.0
     marked_in_life: int = 0
     ended: bool = False  # carried out and closed; the daemon ignores it from now on
@@ -73,6 +74,7 @@ class Answer:
     copy: CopyState = CopyState.UNREACHABLE
     peers: tuple[str, ...] = ()
     settled: bool = False  # the outcome is carried out
+    abandoned: bool = False
 
 
 Fault = Callable[["World"], None]
