@@ -4,6 +4,11 @@
  * moment has no stack that could be read: it is counted apart, so that the caller can look again. Stacks are read through
  * /proc/self/mem, where memory that has just been unmapped is an error and not a fault. A stack is read up to the end of its
  * mapping, where the guard of the next one begins: with a fixed size, hundreds of threads would cost a MiB each.
+ *
+ * A single address proves little: a stack keeps remains of calls that returned long ago. So it counts only if the thread's
+ * start routine is NCCL's too. glibc keeps that, with its argument, in the thread's descriptor at the end of the stack. There
+ * it is recognised by its link in the list of all descriptors, which the thread's id follows. Where none is found the address
+ * alone counts.
  */
 #define _GNU_SOURCE
 #include "own_threads.h"
@@ -17,9 +22,11 @@
 #include <unistd.h>
 
 #include "core/shim.h"
+#include "real.h"
 #include "threads.h"
 
 #define DEEPEST_BYTES (1 << 20)
+#define DESCRIPTOR_BYTES 1792 /* from its link on: at least as much as glibc's has */
 #define EXITING 0x4 /* PF_EXITING of <linux/sched.h>: no code of the program runs in it any more */
 
 static bool known(int tid)
@@ -157,7 +164,57 @@ static bool is_inside(int memory, const struct ranges *ranges, uint64_t at, uint
 	return false;
 }
 
-int threads_inside(uint64_t from, uint64_t to, int *unseen)
+/* Whether the two words at an address are a link of a list: its neighbours name it. */
+static bool is_link(int memory, uint64_t at, const uint64_t *words)
+{
+	uint64_t back = 0, forth = 0;
+
+	return pread(memory, &back, sizeof(back), (off_t)(words[0] + sizeof(back))) == sizeof(back) && back == at &&
+	       pread(memory, &forth, sizeof(forth), (off_t)words[1]) == sizeof(forth) && forth == at;
+}
+
+/* Reads glibc's descriptor of the thread, from its link on; `at` is the thread's stack pointer. 0: it is not found. */
+static size_t read_descriptor(int memory, const struct ranges *ranges, uint64_t at, int tid, uint64_t *words)
+{
+	uint64_t some[512], end = stack_end(ranges, at);
+
+	while (at + 3 * sizeof(*some) <= end) {
+		size_t bytes = end - at < sizeof(some) ? end - at : sizeof(some);
+		ssize_t count = pread(memory, some, bytes, (off_t)at) / (ssize_t)sizeof(*some);
+
+		for (ssize_t i = 0; i + 2 < count; i++)
+			if ((uint32_t)some[i + 2] == (uint32_t)tid &&
+			    is_link(memory, at + (uint64_t)i * sizeof(*some), some + i)) {
+				bytes = DESCRIPTOR_BYTES;
+				count = pread(memory, words, bytes, (off_t)(at + (uint64_t)i * sizeof(*some)));
+				return count > 0 ? (size_t)count / sizeof(*words) : 0;
+			}
+		if (count < 3)
+			return 0;
+		at += (uint64_t)(count - 2) * sizeof(*some); /* a link may cross the border */
+	}
+	return 0;
+}
+
+/* Whether the thread's start routine is the library's: its address is in the descriptor, or its argument is an object of a
+ * class of the library, as std::thread passes one. */
+static bool may_have_started(const struct nccl_instance *library, int memory, const struct ranges *ranges, uint64_t at,
+			     int tid)
+{
+	uint64_t words[DESCRIPTOR_BYTES / sizeof(uint64_t)], first;
+	size_t count = read_descriptor(memory, ranges, at, tid, words);
+
+	for (size_t i = 0; i < count; i++) {
+		if (words[i] >= library->text_from && words[i] < library->text_to)
+			return true;
+		if (words[i] > DEEPEST_BYTES && pread(memory, &first, sizeof(first), (off_t)words[i]) == sizeof(first) &&
+		    first >= library->image_from && first < library->image_to)
+			return true;
+	}
+	return count == 0;
+}
+
+static int count_threads(const struct nccl_instance *library, bool started, int *unseen)
 {
 	int memory = open("/proc/self/mem", O_RDONLY | O_CLOEXEC), inside = 0;
 	DIR *tasks = opendir("/proc/self/task");
@@ -172,7 +229,8 @@ int threads_inside(uint64_t from, uint64_t to, int *unseen)
 			continue;
 		at = stack_pointer(tid) & ~(uint64_t)7;
 		if (at)
-			inside += is_inside(memory, &ranges, at, from, to);
+			inside += is_inside(memory, &ranges, at, library->text_from, library->text_to) &&
+				  (!started || may_have_started(library, memory, &ranges, at, tid));
 		else
 			*unseen += thread_exists(tid);
 	}
@@ -183,4 +241,14 @@ int threads_inside(uint64_t from, uint64_t to, int *unseen)
 	if (memory >= 0)
 		close(memory);
 	return inside;
+}
+
+int threads_inside(const struct nccl_instance *library, int *unseen)
+{
+	return count_threads(library, false, unseen);
+}
+
+int threads_started_by(const struct nccl_instance *library, int *unseen)
+{
+	return count_threads(library, true, unseen);
 }

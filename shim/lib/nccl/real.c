@@ -42,11 +42,20 @@ static int note_text(struct dl_phdr_info *info, size_t size, void *context)
 	(void)size;
 	if (dlinfo(instance->library, RTLD_DI_LINKMAP, &map) != 0 || map->l_addr != info->dlpi_addr)
 		return 0;
-	for (int i = 0; i < info->dlpi_phnum; i++)
-		if (info->dlpi_phdr[i].p_type == PT_LOAD && info->dlpi_phdr[i].p_flags & PF_X) {
-			instance->text_from = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
-			instance->text_to = instance->text_from + info->dlpi_phdr[i].p_memsz;
+	for (int i = 0; i < info->dlpi_phnum; i++) {
+		uint64_t from = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr, to = from + info->dlpi_phdr[i].p_memsz;
+
+		if (info->dlpi_phdr[i].p_type != PT_LOAD)
+			continue;
+		if (info->dlpi_phdr[i].p_flags & PF_X) {
+			instance->text_from = from;
+			instance->text_to = to;
 		}
+		if (!instance->image_to || from < instance->image_from)
+			instance->image_from = from;
+		if (to > instance->image_to)
+			instance->image_to = to;
+	}
 	return 1;
 }
 
@@ -226,7 +235,7 @@ static void close_unused(struct nccl_instance *newest)
 
 		if (old->number == 0 || !old->text_to)
 			continue;
-		if (threads_inside(old->text_from, old->text_to, &unseen) == 0 && !unseen) {
+		if (threads_inside(old, &unseen) == 0 && !unseen) {
 			dlclose(old->library);
 			old->text_from = old->text_to = 0;
 		}

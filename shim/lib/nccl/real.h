@@ -12,6 +12,7 @@ struct nccl_instance {
 	struct nccl_instance *before; /* the record stays after unloading: a thread may have just read it */
 	int number; /* 0: the job's own; then one more for each fresh copy */
 	uint64_t text_from, text_to; /* where its code is */
+	uint64_t image_from, image_to; /* where all of it is */
 	uint32_t released; /* 1: its RDMA devices were closed under it, so it must not be used again */
 	int version; /* from ncclGetVersion */
 	void *function[SYMBOLS]; /* NULL: this version has no such symbol */

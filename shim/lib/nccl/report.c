@@ -186,7 +186,7 @@ static int own_threads(int *unseen)
 			return -1;
 	for (const struct nccl_instance *one = real_instance(); one; one = one->before)
 		if (one->text_to)
-			count += threads_inside(one->text_from, one->text_to, unseen);
+			count += threads_started_by(one, unseen);
 	return count;
 }
 

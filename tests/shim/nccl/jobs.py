@@ -15,7 +15,7 @@ from ctypes import c_int, c_void_p
 
 from tests.fakes.nccl_calls import Nccl, NcclFailed, Operator, Result, config
 from tests.fakes.nccl_numbers import INT32, INT64
-from tests.fakes.nccl_rank import Buffer, Rank
+from tests.fakes.nccl_rank import Buffer, Rank, joined
 
 COUNT = 33
 
@@ -165,6 +165,29 @@ def makes_and_ends(rank: Rank) -> None:
     nccl.ncclCommDestroy(world)
 
 
+def ends_one_behind_the_gate(rank: Rank) -> None:
+    """The first rank destroys a communicator when it is told to, also while the gate is closed; the other ones at the end."""
+    nccl, everybody = rank.nccl, list(range(rank.nranks))
+    world, other = rank.world(), rank.world("other")
+
+    def destroy() -> None:
+        while rank.rank or not (rank.meeting / "destroy").exists():
+            if (rank.meeting / "stop").exists():
+                break
+            time.sleep(0.005)
+        nccl.ncclCommDestroy(other)
+
+    thread = threading.Thread(target=destroy)
+    thread.start()
+    step = 0
+    while not _stops(rank, world):
+        step += 1
+        _sum(rank, world, everybody, step)
+        _tell_step(rank, step)
+    joined(thread)
+    nccl.ncclCommDestroy(world)
+
+
 def all_in_one(rank: Rank) -> None:
     """One process drives all devices."""
     nccl, n = rank.nccl, 3
@@ -222,6 +245,19 @@ def past_the_shim(rank: Rank) -> None:
     rank.tell("made")
     rank.hear("seen")
     nccl.ncclCommDestroy(comm)
+
+
+def remains(rank: Rank) -> None:
+    """A thread of the program has an address of NCCL on its stack, as one that has loaded the library may."""
+    address = ctypes.cast(ctypes.CDLL(str(rank.library_path)).ncclGetVersion, ctypes.c_void_p)
+    read_end, write_end = os.pipe()
+    wait = ctypes.CDLL(os.environ["REMAINS"]).wait_with
+    thread = threading.Thread(target=wait, args=(address, read_end))
+    thread.start()
+    rank.tell("made")
+    rank.hear("seen")
+    os.write(write_end, b"\n")
+    joined(thread)
 
 
 def watched(rank: Rank) -> None:

@@ -294,6 +294,27 @@ def test_a_communicator_that_is_abandoned_is_an_error_to_the_job_not_a_hang(job:
     assert "was taken down for a move and could not be attached again" in job.output()
 
 
+def test_communicator_that_a_member_destroys_while_it_is_down_can_be_left_out(job: Job, tmp_path: Path) -> None:
+    """The member's report says so. The rest is attached, and the other member can still destroy its part."""
+    job.start("jobs.ends_one_behind_the_gate", 2)
+    job.reach(1)
+    gates = job.gates()
+    gates.to_the_cut()
+    reports = gates.reports()
+    comms = gates.live(reports)
+    gates.detach(comms)
+    (tmp_path / "destroy").touch()
+    until(lambda: gates.gates[0].report()["ended"], "the report names the communicator that was destroyed")
+    (gone,) = [comm["id"] for comm in gates.gates[0].report()["ended"]]
+    gates.attach(reports, comms - {gone})
+    with pytest.raises(Refused, match="is not attached: the gate stays closed"):
+        gates.gates[1].ask(OPEN)
+    gates.all(OPEN, "abandon")
+    assert {comm["id"]: comm["state"] for comm in gates.gates[1].report()["comms"]}[gone] == "lost"
+    job.reach(max(job.steps()) + 2)
+    job.stop()
+
+
 def test_detach_with_an_open_gate_is_refused_and_changes_nothing(job: Job) -> None:
     job.start("jobs.grid", 2)
     job.reach(1)
@@ -367,6 +388,25 @@ def test_threads_of_nccl_that_is_called_past_the_shim_are_reported(job: Job, tmp
     # A thread that runs at the moment of a look is not counted.
     until(lambda: ncclctl.parse(gate.ask(REPORT)).strange_threads > 0, "NCCL's threads are seen")
     assert ncclctl.parse(gate.ask(REPORT)).comms == ()
+    (tmp_path / "seen").touch()
+    job.all_right()
+
+
+def test_thread_of_the_program_with_an_old_address_of_nccl_is_not_reported(job: Job, tmp_path: Path) -> None:
+    """A rank that never used NCCL must not be refused for the remains of a call on a stack."""
+    source, library = tmp_path / "remains.c", tmp_path / "remains.so"
+    source.write_text(
+        "#include <unistd.h>\n"
+        "long wait_with(void *address, int descriptor) { void *volatile kept[8]; char byte; long got;\n"
+        "for (int i = 0; i < 8; i++) kept[i] = address;\n"
+        "got = read(descriptor, &byte, 1); return kept[0] == address ? got : 0; }\n"
+    )
+    compile_c(source, library, "-shared", "-fPIC")
+    job.start("jobs.remains", 1, REMAINS=str(library))
+    until(lambda: (tmp_path / "made").exists() or job.processes[0].poll() is not None)
+    gate = job.gates().gates[0]
+    until(lambda: ncclctl.parse(gate.ask(REPORT)).unseen_threads == 0, "the thread waits")
+    assert ncclctl.parse(gate.ask(REPORT)).strange_threads == 0
     (tmp_path / "seen").touch()
     job.all_right()
 
