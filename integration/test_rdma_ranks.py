@@ -67,3 +67,24 @@ def test_device_that_cannot_be_closed_is_named_and_the_rank_stays(rdma: Cluster)
     result = rdma.move(job.ranks[0], TARGET, expect=REFUSED)
     assert f"opened by {FOREIGN}" in json.dumps(result), result
     job.ends_well()
+
+
+@pytest.mark.sampled(1, group="NCCL jobs")
+def test_rank_whose_nccl_keeps_devices_without_a_communicator_moves(rdma: Cluster) -> None:
+    """NCCL never closes its devices. A node without any is refused in advance."""
+    job = NcclJob(rdma, [SOURCE], shape="brief", rdma=True)
+    job.await_lines(5)
+    ((each, *_),) = [devices_of(rdma, job)]
+    assert each
+    for to in (TARGET, SOURCE):
+        rdma.move(job.ranks[0], to)
+        job.await_progress()
+        assert devices_of(rdma, job) == [[]]
+    with rdma.lab.spawn(TARGET, ["sh", "-c", "rm /dev/infiniband/uverbs*"]) as running:
+        assert running.wait(PATIENCE_S) == 0
+    job.ends_well()
+    beside = NcclJob(rdma, [SOURCE, PEER], rdma=True)
+    beside.await_lines(5)
+    result = rdma.move(beside.ranks[0], TARGET, expect=REFUSED)
+    assert "target-rdma" in json.dumps(result), result
+    beside.ends_well()

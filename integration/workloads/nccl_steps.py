@@ -1,6 +1,7 @@
 """Runs a job of NCCL calls only, on the fake NCCL: collectives, splits, sends and receives in groups.
 
-    nccl_steps.py --meeting FOLDER --rank R --ranks N [--shape world|pairs|grid] [--steps S] [--pace-s P] [--device-mib M]
+    nccl_steps.py --meeting FOLDER --rank R --ranks N [--shape world|pairs|grid|brief] [--steps S] [--pace-s P]
+                  [--device-mib M]
 
 Ranks exchange a unique id through a file in FOLDER; afterwards they communicate through NCCL only. The state of a rank
 is a vector of 64-bit numbers. Every operation mixes what it received into it. Each step ends with a line that has a
@@ -8,8 +9,8 @@ digest of the state, so it depends on every number that ever arrived.
 
 Shapes: `world` is one communicator; `pairs` adds a split by parity, a ring in groups and a communicator that exists for
 one step; `grid` is tensor × pipeline × data parallel for 8 ranks, with the data-parallel sum launched by a second thread, as
-autograd does. The functions are looked up in the global scope, as in a linked program, so that a preloaded library
-comes first.
+autograd does; `brief`, for one rank, destroys its only communicator before the first step. The functions are looked up in the
+global scope, as in a linked program, so that a preloaded library comes first.
 
 With --device-mib NCCL reads and writes device memory, in a buffer registered with the first communicator, and every
 step changes device memory and reads all of it. While the file FOLDER/slow-R-NODE exists, rank R is slow on that node.
@@ -189,6 +190,8 @@ class Job:
 
     def agree_to_end(self) -> bool:
         """Whether any rank has seen FOLDER/end. All ranks get the same answer, so all end after the same step."""
+        if self.everybody.value is None:
+            return (self.meeting / "end").exists()
         seen = self.words(1, array("Q", [(self.meeting / "end").exists()]))
         self.ask("ncclAllReduce", seen.address, seen.address, 1, UINT64, MAX, self.everybody, 0)
         self.ask("fakeNcclStreamSynchronize", 0)
@@ -315,7 +318,20 @@ def grid(job: Job) -> Callable[[], None]:
     return step
 
 
-SHAPES = {"world": world, "pairs": pairs, "grid": grid}
+def brief(job: Job) -> Callable[[], None]:
+    comm = job.world()
+    job.mix(job.all_reduce(comm))
+    job.ask("ncclCommDestroy", comm)
+    job.everybody = c_void_p()
+
+    def step() -> None:
+        job.mix(job.words(values=job.state))
+        job.pause()
+
+    return step
+
+
+SHAPES = {"world": world, "pairs": pairs, "grid": grid, "brief": brief}
 
 
 def open_beside_nccl(options: argparse.Namespace) -> None:

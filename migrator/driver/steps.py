@@ -28,7 +28,7 @@ StepFunction = Callable[[Run, float], Awaitable[None]]
 
 
 async def perform(run: Run, step: Step, timeout_s: float) -> None:
-    """Does one step. The steps for NCCL are skipped for a rank that is in no communicator."""
+    """Does one step. The steps for NCCL are skipped for a rank in which it has nothing to take down."""
     if step.action == "Quiesce":  # it may have created or destroyed communicators since preflight
         await run.gates.find(run.description)
     if step.only_with_nccl and not run.gates.involved:

@@ -42,7 +42,7 @@ class Gates:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.involved = False  # whether the moving rank is in a communicator
+        self.involved = False  # whether NCCL in the moving rank has something to take down
         self.nodes: tuple[str, ...] = ()  # that have ranks of the job
         self.closed: set[str] = set()  # nodes whose gates are closed, or may be
         self.rounds = 0
@@ -96,10 +96,11 @@ class Gates:
         return checks
 
     async def find(self, description: pb.MoveDescription) -> bool:
-        """Whether the rank that is to move is in a communicator now. Asks only its own node."""
+        """Whether NCCL in the rank that is to move has something to take down now: a communicator, or RDMA devices that it
+        keeps without one. Asks only its own node."""
         async with self._clients([description.source_node]) as clients:
             reports = _of(description.rank_uid, await _ask_all(clients, _reporting(description)))
-        self.involved = any(report.gate.communicators for report in reports)
+        self.involved = any(report.gate.communicators or report.gate.rdma for report in reports)
         return self.involved
 
     async def _of_the_job(

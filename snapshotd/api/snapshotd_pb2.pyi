@@ -3449,6 +3449,7 @@ class ProcessGate(_message.Message):
     CALLING_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
     PASSED_FIELD_NUMBER: _builtins.int
+    RDMA_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
     rank: _builtins.int
     pid: _builtins.int
@@ -3469,6 +3470,10 @@ class ProcessGate(_message.Message):
     def calling(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """threads inside an NCCL call"""
 
+    @_builtins.property
+    def rdma(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """RDMA devices that NCCL has open, also without a communicator"""
+
     def __init__(
         self,
         *,
@@ -3481,10 +3486,11 @@ class ProcessGate(_message.Message):
         calling: _abc.Iterable[_builtins.int] | None = ...,
         instance: _builtins.int = ...,
         passed: _builtins.int | None = ...,
+        rdma: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_passed", b"_passed", "passed", b"passed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_passed", b"_passed", "calling", b"calling", "communicators", b"communicators", "ended", b"ended", "instance", b"instance", "passed", b"passed", "pid", b"pid", "rank", b"rank", "rank_uid", b"rank_uid", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_passed", b"_passed", "calling", b"calling", "communicators", b"communicators", "ended", b"ended", "instance", b"instance", "passed", b"passed", "pid", b"pid", "rank", b"rank", "rank_uid", b"rank_uid", "rdma", b"rdma", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__passed: _TypeAlias = _typing.Literal["passed"]  # noqa: Y015
     _WhichOneofArgType__passed: _TypeAlias = _typing.Literal["_passed", b"_passed"]  # noqa: Y015

@@ -118,8 +118,8 @@ class Report:
 
     @property
     def concerned(self) -> bool:
-        """Whether it has communicators, or a closed gate."""
-        return bool(self.comms) or self.gate_closed
+        """Whether it has communicators, a closed gate, or RDMA devices that NCCL keeps after its last communicator."""
+        return bool(self.comms) or self.gate_closed or any(device.nccl for device in self.rdma or ())
 
     @property
     def strange_threads(self) -> int:
@@ -143,7 +143,8 @@ def uses_nccl(pids: Iterable[int]) -> list[int]:
 
 
 def reports(pids: Iterable[int]) -> list[tuple[tree.Process, Report]]:
-    """The processes that have communicators, or a closed gate, with their reports. One without a control thread has none.
+    """The processes that have something to take down, or a closed gate, with their reports. One without a control thread has
+    nothing.
 
     One that has destroyed its last communicator behind the gate counts: its next one waits there until the gate opens.
     """

@@ -76,6 +76,7 @@ directories          working and open directories exist, or can be created under
 memory               enough free memory to restore the rank and let it run
 image-room           enough room in the image store
 cgroup-limits        the limits of the rank's cgroups (v2) can be set on the target
+target-rdma          the target has RDMA devices, if NCCL in the rank uses some
 gpu-present          enough GPUs, and which the rank would use; or that it needs none
 gpu-driver           for a GPU rank: the same driver version as on the source
 gpu-mig              … a GPU that is not partitioned

@@ -41,16 +41,14 @@ def rdma(rank: Inspection) -> Check:
     """For every rank. Also after the freeze, when no report is given and every device is refused."""
     reports = {} if rank.nccl is None else dict(rank.nccl.reports)
     foreign: list[tuple[str, str]] = []
-    kept, devices = [], set()
+    devices = set()
     for process in rank.tree.alive:
         report = reports.get(process.pid)
         known = {number: device for device in (report and report.rdma) or () for number in device.descriptors}
         ours = {number for number, device in known.items() if device.nccl}
-        mine, others = _open(process, ours)
+        others = _foreign(process, ours)
         foreign += [(text, _owner(process, known.get(number))) for number, text in others]
         devices |= {(process.pid, device.device) for device in known.values() if device.nccl}
-        if mine and not (report and report.comms):
-            kept.append(f"{process}: {', '.join(sorted({text for _, text in mine}))}")
     if rank.frozen and foreign:
         return refused(
             "rdma",
@@ -63,30 +61,28 @@ def rdma(rank: Inspection) -> Check:
             f"the rank has RDMA devices open that NCCL did not open, so they cannot be closed: {_named(foreign)}",
             _remedy([owner for _, owner in foreign]),
         )
-    if kept:
-        return refused(
-            "rdma",
-            "NCCL has RDMA devices open and no communicator any more; they are closed together with communicators:"
-            f" {listed(kept)}",
-            "move the rank while it has a communicator, or end the process that has destroyed its last one",
-        )
     if devices:
         return passed("rdma", f"{len(devices)} devices of NCCL, which are closed when its communicators are taken down")
     return passed("rdma", "no RDMA device open")
 
 
-def _open(process: ProcessInfo, ours: set[int]) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """The descriptors of RDMA that are NCCL's, and all others; a mapping without a descriptor of its device has number -1."""
-    mine: list[tuple[int, str]] = []
+def nccl_devices(rank: Inspection) -> list[str]:
+    """The names of the devices that NCCL has open in the rank."""
+    reports = rank.nccl.reports if rank.nccl is not None else ()
+    return sorted({device.device for _, report in reports for device in report.rdma or () if device.nccl})
+
+
+def _foreign(process: ProcessInfo, ours: set[int]) -> list[tuple[int, str]]:
+    """The descriptors of RDMA that are not NCCL's; a mapping without a descriptor of its device has number -1."""
     others: list[tuple[int, str]] = []
     covered = set()
     for descriptor in process.descriptors:
         if is_rdma(descriptor.link):
             covered.add(descriptor.link)
-            text = f"{process} fd {descriptor.number}: {descriptor.link}"
-            (mine if descriptor.number in ours else others).append((descriptor.number, text))
+            if descriptor.number not in ours:
+                others.append((descriptor.number, f"{process} fd {descriptor.number}: {descriptor.link}"))
     mapped = sorted({mapping.path for mapping in process.mappings if is_rdma(mapping.path)} - covered)
-    return mine, others + [(-1, f"{process} maps {path}") for path in mapped]
+    return others + [(-1, f"{process} maps {path}") for path in mapped]
 
 
 def _owner(process: ProcessInfo, device: RdmaDevice | None) -> str:

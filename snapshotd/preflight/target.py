@@ -11,6 +11,7 @@ import pwd
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from snapshotd.api import protocol
 from snapshotd.api.snapshotd_pb2 import Check, NodeInfo, RankFacts
@@ -26,6 +27,8 @@ from snapshotd.proc import cgroup, cgroup_limits
 from snapshotd.proc import priorities as process_priorities
 from snapshotd.proc.priorities import Priorities
 
+#: Has a file for each RDMA device that programs may use.
+RDMA_FOLDER = Path("/dev/infiniband")
 #: Kept free in addition to what the rank needs, for the node itself.
 RESERVE_BYTES = 256 * 1024 * 1024
 
@@ -247,6 +250,22 @@ def image_room(offer: Offer) -> Check:
     return passed("image-room", f"{_mib(free)} free, {_mib(wanted)} needed")
 
 
+def target_rdma(offer: Offer) -> Check:
+    """NCCL chooses its network by itself, and a member without an RDMA device would choose another one than the others."""
+    used, node = list(offer.facts.nccl_rdma), offer.node.name
+    if not used:
+        return passed("target-rdma", "NCCL has no RDMA device open")
+    found = sorted(path.name for path in RDMA_FOLDER.glob("uverbs*"))
+    if not found:
+        return refused(
+            "target-rdma",
+            f"NCCL in the rank uses RDMA devices ({listed(used)}), and {node} has none: its communicators could not be built"
+            " there",
+            "choose a node with InfiniBand or RoCE, or start the job with NCCL_IB_DISABLE=1",
+        )
+    return passed("target-rdma", f"{len(found)} devices")
+
+
 def gpu_check(name: str, offer: Offer) -> Check:
     return offer.gpu.check(name)
 
@@ -273,6 +292,7 @@ TARGET_CHECKS: dict[str, Callable[[Offer], Check]] = {
     "memory": memory,
     "image-room": image_room,
     "cgroup-limits": limits,
+    "target-rdma": target_rdma,
     "gpu-present": partial(gpu_check, "gpu-present"),
 }
 

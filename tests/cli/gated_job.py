@@ -47,6 +47,7 @@ class Gated:
     targets: dict[Key, int] = field(default_factory=dict)
     permissions: list[pb.Permission] = field(default_factory=list)
     passed: int = 0
+    rdma: tuple[str, ...] = ()  # devices that NCCL has open
 
     def __post_init__(self) -> None:
         for group in self.program[: self.at]:
@@ -101,6 +102,7 @@ class Gated:
             ],
             waiting=[pb.WaitingThread(thread=self.users[0], group=map(_row, held))] if held is not None else [],
             passed=self.passed,
+            rdma=self.rdma,
         )
 
     def _comm(self, comm: str, nranks: int, comm_rank: int) -> pb.Communicator:

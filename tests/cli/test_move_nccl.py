@@ -75,6 +75,13 @@ def test_nccl_steps_are_skipped_for_a_rank_without_communicators(cluster: FakeCl
     assert cluster["node-2"].called(*NCCL) == []
 
 
+def test_nccl_steps_are_made_for_a_rank_whose_nccl_keeps_rdma_devices(cluster: FakeCluster, migrator: Migrator) -> None:
+    """It has destroyed its last communicator. Its devices are closed as those of a rank that has some."""
+    deal(cluster, Gated(0, {}, [], rdma=("mlx5_0",)))
+    result = moved(migrator)
+    assert {"quiesce", "detach", "reattach", "open"} <= {phase["name"] for phase in result["phases"]}  # type: ignore[attr-defined]
+
+
 def test_sends_and_receives_use_ranks_of_the_communicator(cluster: FakeCluster, migrator: Migrator) -> None:
     """One communicator has ranks 2 and 0, in that order; rank 1 is only in the world communicator. Rank 2 has sent. Rank 0
     has not received yet, because a collective comes first that rank 1 has not reached."""

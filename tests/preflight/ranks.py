@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from snapshotd.api.snapshotd_pb2 import Check, ProcessId, Rank, RankFacts
-from snapshotd.preflight import DriverReport, inspect_rank
+from snapshotd.preflight import DriverReport, NcclReports, inspect_rank
 
 CARRY_PATHS = ("/tmp", "/var/tmp", "/dev/shm")
 
@@ -58,6 +58,7 @@ class Child:
         criu_version: str = "4.2.1",
         keeper_is_guest: bool = False,
         gpu: DriverReport | None = None,
+        nccl: NcclReports | None = None,
     ) -> tuple[RankFacts, dict[str, Check]]:
         facts, checks = inspect_rank(
             self.pids,
@@ -70,6 +71,7 @@ class Child:
             keeper_pid=os.getpid() if keeper_pid is None else keeper_pid,
             keeper_is_guest=keeper_is_guest,
             gpu=gpu,
+            nccl=nccl,
         )
         named = {check.name: check for check in checks}
         assert len(named) == len(checks), "a name was used twice"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.snapshotd_pb2 import Check, FileFact, NodeInfo, ProcessId, Rank, RankFacts
-from snapshotd.preflight import examine, recheck, refusals
+from snapshotd.preflight import examine, recheck, refusals, target
 from snapshotd.preflight.digest import content_digest
 from snapshotd.preflight.target import TARGET_CHECKS
 from snapshotd.proc import host
@@ -372,3 +372,21 @@ def test_arbitrary_facts_never_raise(report: RankFacts, factor: float, carry: li
 def test_recheck_of_arbitrary_facts_never_raises(report: RankFacts, pids: list[int]) -> None:
     report.rank.process.pid = 2**22 + 1  # larger than any pid
     assert refusals(recheck(pids, report, carry_paths=["/tmp"], keeper_pid=0).checks)
+
+
+@pytest.mark.parametrize(
+    ("used", "devices", "verdict"),
+    [([], 0, Check.PASS), (["mlx5_0"], 2, Check.PASS), (["mlx5_0", "mlx5_1"], 0, Check.REFUSE)],
+)
+def test_target_of_a_rank_whose_nccl_uses_rdma_needs_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: list[str], devices: int, verdict: Check.Verdict.ValueType
+) -> None:
+    """Without one NCCL would choose another network than on the other nodes: seen only after the rank was frozen."""
+    monkeypatch.setattr(target, "RDMA_FOLDER", tmp_path)
+    for number in range(devices):
+        (tmp_path / f"uverbs{number}").touch()
+    shown = facts()
+    shown.nccl_rdma.extend(used)
+    check = verdicts(shown)["target-rdma"]
+    assert check.verdict == verdict
+    assert ("mlx5_0; mlx5_1" in check.reason) == (verdict == Check.REFUSE)

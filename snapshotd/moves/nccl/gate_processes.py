@@ -52,6 +52,7 @@ def _to_proto(gated: GateProcess, report: ncclctl.Report) -> pb.ProcessGate:
         calling=report.calling,
         instance=report.instance,
         passed=report.passed,
+        rdma=sorted({device.device for device in report.rdma or () if device.nccl}),
     )
 
 
