@@ -14,6 +14,7 @@
 #define SNAPSHIM_SIGNAL 61 /* SIGRTMAX - 3: parks the job's threads, wakes the control thread */
 #define SNAPSHIM_EXEMPT_MAX 64
 #define SNAPSHIM_STRIPES_MAX 16
+#define SNAPSHIM_VISIBLE_BYTES 512
 
 #define SNAPSHIM_EXPORT __attribute__((visibility("default")))
 
@@ -88,6 +89,9 @@ struct snapshim_mailbox {
 	uint32_t device_cancel;
 	/* bytes from the mailbox to `struct snapshim_counts`; 0: no communicator was created yet, or an older library */
 	int32_t counts;
+	/* CUDA_VISIBLE_DEVICES when the CUDA driver started its first thread: '=' and the value, or '-' if it was not set; 0: not
+	 * seen, or longer. The mailbox of an older library ends before */
+	char visible[SNAPSHIM_VISIBLE_BYTES];
 };
 
 /* Where the counts of NCCL operations are, for a daemon that only reads them (snapshotd/inprocess/counts.py): no thread of the

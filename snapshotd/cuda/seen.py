@@ -1,8 +1,9 @@
 """Remembers the GPUs that this node has had since it booted.
 
 A process that has initialised CUDA knows all GPUs that the node had then, and the driver's restore needs a counterpart
-for each of them. One that is lost since, which is a good reason to leave the node, is not listed by NVML any more. The
-memory is a file of /run: a restarted daemon still knows them, and after a boot no process does.
+for each of them. One that is lost since, which is a good reason to leave the node, is not listed by NVML any more. A process
+that was started after it was first missed never saw it. The memory is a file of /run: a restarted daemon still knows them,
+and after a boot no process does.
 """
 
 from __future__ import annotations
@@ -30,11 +31,16 @@ class SeenGpus:
             self._gpus = _read(path)
 
     def note(self, gpus: Sequence[pb.Gpu]) -> None:
-        """These are here now."""
-        fresh = {gpu.uuid: _identity(gpu) for gpu in gpus}
-        if all(self._gpus.get(uuid) == gpu for uuid, gpu in fresh.items()):
+        """These are here now, and no others. Nothing is noted without any: then NVML has failed."""
+        if not gpus:
             return
-        self._gpus |= fresh
+        fresh = {gpu.uuid: _identity(gpu) for gpu in gpus}
+        for uuid, gpu in self._gpus.items():
+            if uuid not in fresh:
+                fresh[uuid] = gpu if gpu.missed_since_s else _missed(gpu)
+        if self._gpus == fresh:
+            return
+        self._gpus = fresh
         if self._path is None:
             return
         try:
@@ -51,6 +57,13 @@ class SeenGpus:
                 found.append(pb.Gpu(lost=True))
                 found[-1].MergeFrom(gpu)
         return found
+
+
+def _missed(gpu: pb.Gpu) -> pb.Gpu:
+    """It may have been lost at any time since the last look, so a process of that time may have seen it."""
+    found = pb.Gpu(missed_since_s=host.boottime_s())
+    found.MergeFrom(gpu)
+    return found
 
 
 def _identity(gpu: pb.Gpu) -> pb.Gpu:

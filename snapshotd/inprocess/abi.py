@@ -10,8 +10,9 @@ ABI_VERSION = 4
 SIGNAL = 61
 EXEMPT_MAX = 64
 STRIPES_MAX = 16
+VISIBLE_BYTES = 512
 
-_LAYOUT = struct.Struct("<8sIIiiiIII4QIIiI4Q512sQQQ64iQQII16QIi")
+_LAYOUT = struct.Struct("<8sIIiiiIII4QIIiI4Q512sQQQ64iQQII16QIi512s")
 MAILBOX_BYTES = _LAYOUT.size
 
 
@@ -67,6 +68,7 @@ class Offset(enum.IntEnum):
     DEVICE_DONE = 936
     DEVICE_CANCEL = 1064
     COUNTS = 1068
+    VISIBLE = 1072
 
 
 class MailboxFields(NamedTuple):
@@ -99,6 +101,7 @@ class MailboxFields(NamedTuple):
     device_done: tuple[int, ...]
     device_cancel: int
     counts: int
+    visible: bytes
 
 
 def unpack(raw: bytes) -> MailboxFields:
@@ -131,4 +134,5 @@ def unpack(raw: bytes) -> MailboxFields:
         device_done=values[93:109],
         device_cancel=values[109],
         counts=values[110],
+        visible=values[111],
     )

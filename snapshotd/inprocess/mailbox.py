@@ -77,10 +77,11 @@ class Connection:
         return self.fields().owner == self.inner_pid()
 
     def fields(self) -> abi.MailboxFields:
+        """The mailbox of an older library ends before `visible`, and its memory may end there, too."""
         raw = self.read(self.address, abi.MAILBOX_BYTES)
-        if len(raw) < abi.MAILBOX_BYTES:
+        if len(raw) < abi.Offset.VISIBLE:
             raise self._lost()
-        fields = abi.unpack(raw)
+        fields = abi.unpack(raw.ljust(abi.MAILBOX_BYTES, b"\0"))
         if fields.magic != _MAGIC or fields.abi != abi.ABI_VERSION:
             raise self._lost()
         return fields

@@ -34,6 +34,7 @@ class ShimState:
     exports: int
     imports: int
     device_offloaded: bool = False  # its device memory is in stripes: no thread of the job may run
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES when CUDA started, "" if not set; None: not known
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Mailbox(mailbox.Connection):
             exports=box.ipc_exports,
             imports=box.ipc_imports,
             device_offloaded=bool(box.device_offloaded) and ours,
+            visible=_visible(box) if ours else None,
         )
 
     def device_memory(self) -> DeviceMemory:
@@ -131,6 +133,12 @@ class Mailbox(mailbox.Connection):
                 where=Where.SOURCE_RUNNING,
             )
         return GpuFailed(text, where=Where.SOURCE_RUNNING)
+
+
+def _visible(box: abi.MailboxFields) -> str | None:
+    """What a library noted that is new enough to have the field."""
+    noted = box.visible.partition(b"\0")[0].decode(errors="replace") if box.size >= abi.MAILBOX_BYTES else ""
+    return noted[1:] if noted[:1] in {"=", "-"} else None
 
 
 def find(process: tree.Process) -> Mailbox | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.snapshotd_pb2 import Check
@@ -34,30 +34,38 @@ _CARD = re.compile(r"/dev/nvidia(\d+)")
 _TOOL_VARIABLES = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 #: nsys, ncu, nvprof, compute-sanitizer, cuda-gdb. libcupti is not among them, since torch itself links it.
 _TOOL_LIBRARY = re.compile(r"lib(ToolsInjection|cuda-injection|Interceptor|cuinj|sanitizer-|cudadebugger)")
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 #: Left free in addition to the device memory that the checkpoint copies into the process.
 RESERVE_BYTES = 256 * 1024 * 1024
 
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
 _SEE_NVIDIA_SMI = "make sure that `nvidia-smi` works for root on this node"
 
 
-def facts_of(rank: Inspection, gpu: DriverReport, offloaded_bytes: int = 0) -> pb.GpuFacts:
+def facts_of(rank: Inspection, gpu: DriverReport, visible: Mapping[int, str], offloaded_bytes: int = 0) -> pb.GpuFacts:
+    """`visible`: CUDA_VISIBLE_DEVICES of each process that holds CUDA."""
     facts = pb.GpuFacts(driver_version=gpu.driver_version, processes=len(gpu.cuda_pids), uses=uses(rank, gpu))
     facts.device_bytes = sum(use.memory_bytes for use in facts.uses)
     facts.offloaded_bytes = min(offloaded_bytes, facts.device_bytes)
-    for card in (*gpu.gpus, *gpu.lost):
+    for card in (*gpu.gpus, *seen_and_lost(rank, gpu)):
         facts.node_gpus.add().CopyFrom(card)
         facts.node_gpus[-1].ClearField("processes")  # other jobs' processes do not concern the target
-    seen = [_visible(one.pid) for one in cuda_processes(rank, gpu)]
+    seen = [_visible(visible[one.pid]) for one in cuda_processes(rank, gpu)]
     facts.visible = min((count for count in seen if count), default=0)
     return facts
 
 
-def _visible(pid: int) -> int:
+def seen_and_lost(rank: Inspection, gpu: DriverReport) -> list[pb.Gpu]:
+    """The lost GPUs that a process which holds CUDA may have seen: it was started before they were first missed."""
+    started_s = min((one.start_ticks / _TICKS_PER_S for one in cuda_processes(rank, gpu)), default=0.0)
+    return [card for card in gpu.lost if not card.missed_since_s or started_s <= card.missed_since_s]
+
+
+def _visible(value: str) -> int:
     """How many GPUs CUDA_VISIBLE_DEVICES lets a process see; 0: it is not set. The numbers in it mean nothing here, because a
     scheduler that hides devices numbers the rest anew. CUDA ignores everything from the first invalid name on."""
-    value = environ.read(pid).get(_VISIBLE, "")
     names = [name.strip() for name in value.split(",")]
     return next((place for place, name in enumerate(names) if not name or name.startswith("-")), len(names))
 
@@ -137,8 +145,9 @@ def driver(rank: Inspection, gpu: DriverReport) -> Check:
             f"this node's NVIDIA driver {gpu.driver_version} cannot checkpoint processes",
             f"install NVIDIA driver {OLDEST_DRIVER} or newer (580 or newer to move between GPUs)",
         )
-    if gpu.problem or gpu.lost:
-        known = f"; known since the node booted: {listed([describe(card) for card in gpu.lost])}" if gpu.lost else ""
+    lost = seen_and_lost(rank, gpu)
+    if gpu.problem or lost:
+        known = f"; known since the node booted: {listed([describe(card) for card in lost])}" if lost else ""
         return warned(
             "gpu-driver",
             f"driver {gpu.driver_version} cannot list all GPUs of this node: {gpu.problem or 'some are lost'}{known}",
@@ -168,10 +177,10 @@ def _is_mps_server(pid: int) -> bool:
     return comm.name_or(pid, "").startswith("nvidia-cuda-mps")
 
 
-def mig(rank: Inspection, gpu: DriverReport) -> Check:
+def mig(rank: Inspection, gpu: DriverReport, visible: Mapping[int, str]) -> Check:
     mine = {use.uuid for use in uses(rank, gpu)}
     found = [describe(card) for card in gpu.gpus if card.mig and card.uuid in mine]
-    found += [str(one) for one in cuda_processes(rank, gpu) if "MIG-" in environ.read(one.pid).get(_VISIBLE, "")]
+    found += [str(one) for one in cuda_processes(rank, gpu) if "MIG-" in visible[one.pid]]
     if found:
         return refused(
             "gpu-mig",

@@ -13,7 +13,7 @@ from typing import Protocol
 from snapshotd.api.errors import SnapshotError
 from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.inprocess import devmem
-from snapshotd.preflight.gpu_checks import RESERVE_BYTES, cuda_processes
+from snapshotd.preflight.gpu_checks import RESERVE_BYTES, VISIBLE, cuda_processes
 from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.process_info import ProcessInfo
 from snapshotd.preflight.reports import DriverReport
@@ -35,6 +35,8 @@ class Counters(Protocol):
     def exports(self) -> int: ...
     @property
     def imports(self) -> int: ...
+    @property
+    def visible(self) -> str | None: ...
 
 
 class Backed(Protocol):
@@ -110,6 +112,17 @@ def ipc(rank: Inspection, gpu: DriverReport, shim: Shim) -> Check:
             " again; a program that shares no events can free and close what it shared instead",
         )
     return passed("gpu-ipc", "no handles exported or opened")
+
+
+def visible_devices(rank: Inspection, gpu: DriverReport, shim: Shim) -> dict[int, str]:
+    """CUDA_VISIBLE_DEVICES of each process that uses CUDA, as it was when CUDA started: a program may set it itself. Of one
+    whose shim does not say, as it was when the process started."""
+    holders = cuda_processes(rank, gpu)
+    told = {process.pid: counters.visible for process, counters in _counters(holders, shim)}
+    return {
+        process.pid: environ.read(process.pid).get(VISIBLE, "") if (value := told.get(process.pid)) is None else value
+        for process in holders
+    }
 
 
 def offloaded_bytes(rank: Inspection, gpu: DriverReport, shim: Shim) -> int:

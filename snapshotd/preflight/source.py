@@ -72,7 +72,7 @@ SOURCE_CHECKS: dict[str, Callable[[Inspection], Check]] = {
 #: The same for ranks that use CUDA.
 GPU_CHECKS: dict[str, Callable[[Inspection, DriverReport], Check]] = {
     "gpu-driver": gpu_checks.driver,
-    "gpu-mig": gpu_checks.mig,
+    "gpu-mig": lambda rank, gpu: gpu_checks.mig(rank, gpu, gpu_shim_checks.visible_devices(rank, gpu, shimctl)),
     "gpu-mps": gpu_checks.mps,
     "gpu-managed-memory": lambda rank, gpu: gpu_shim_checks.managed_memory(rank, gpu, shimctl),
     "gpu-ipc": lambda rank, gpu: gpu_shim_checks.ipc(rank, gpu, shimctl),
@@ -154,8 +154,10 @@ def _fill(seen: Inspection, filled: RankFacts, digest_seconds: float) -> Check:
     facts.memory_bytes = file_checks.image_bytes(seen)
     if seen.gpu is not None:
         offloaded_bytes = gpu_shim_checks.offloaded_bytes(seen, seen.gpu, shimctl)
-        facts.gpu.CopyFrom(gpu_checks.facts_of(seen, seen.gpu, offloaded_bytes))
+        visible = gpu_shim_checks.visible_devices(seen, seen.gpu, shimctl)
+        facts.gpu.CopyFrom(gpu_checks.facts_of(seen, seen.gpu, visible, offloaded_bytes))
         facts.memory_bytes += facts.gpu.device_bytes  # in the image or in stripes when CRIU starts
+    facts.nccl_rdma.extend(rdma_checks.nccl_devices(seen))
     facts.processes = len(seen.tree.alive)
     facts.threads = sum(process.threads for process in seen.tree.alive)
     facts.identity.CopyFrom(Identity.of(seen.root_pid).to_proto())

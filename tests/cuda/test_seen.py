@@ -41,3 +41,25 @@ def test_damaged_memory_is_not_used(tmp_path: Path, content: str) -> None:
     assert seen.lost([]) == []
     seen.note([gpu("a", 0)])
     assert len(SeenGpus(path).lost([])) == 1
+
+
+def test_lost_gpu_is_known_since_when_it_was_first_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that started later never saw it. It may have been lost at any time before, since the last look."""
+    path = tmp_path / "gpus.json"
+    now_s = [100.0]
+    monkeypatch.setattr(host, "boottime_s", lambda: now_s[0])
+    seen = SeenGpus(path)
+    seen.note([gpu("a", 0), gpu("b", 1)])
+    now_s[0] = 200.0
+    seen.note([])  # NVML has failed, which says nothing about the GPUs
+    now_s[0] = 300.0
+    seen.note([gpu("a", 0)])
+    now_s[0] = 400.0
+    after = SeenGpus(path)  # a restarted daemon
+    after.note([gpu("a", 0)])
+    (lost,) = after.lost([gpu("a", 0)])
+    assert (lost.uuid, lost.missed_since_s) == ("b", 300.0)
+    after.note([gpu("a", 0), gpu("b", 1)])  # it is back
+    now_s[0] = 500.0
+    after.note([gpu("a", 0)])
+    assert SeenGpus(path).lost([gpu("a", 0)])[0].missed_since_s == 500.0

@@ -70,6 +70,7 @@ class FakeShim:
     managed: int = 0
     exports: int = 0
     imports: int = 0
+    visible: str | None = None
     bytes: int = 0  # of device memory that it backs
     blocks: int = 0
     missing: bool = False
@@ -325,6 +326,17 @@ def test_number_of_visible_gpus_is_read(
     assert inspect(child, seen(child))[0].gpu.visible == visible
 
 
+@pytest.mark.parametrize(("told", "visible"), [("2,3", 2), ("", 0), (None, 1)])
+def test_visible_gpus_are_those_that_the_program_set_before_cuda_started(
+    rank: Starter, shim: FakeShim, monkeypatch: pytest.MonkeyPatch, told: str | None, visible: int
+) -> None:
+    """/proc/PID/environ has only the environment with which the process was started."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    child = gpu_rank(rank)
+    shim.visible = told
+    assert inspect(child, seen(child))[0].gpu.visible == visible
+
+
 def test_lost_gpu_is_among_the_facts(rank: Starter) -> None:
     """The rank has initialised CUDA when the node still had it."""
     child = gpu_rank(rank)
@@ -333,6 +345,18 @@ def test_lost_gpu_is_among_the_facts(rank: Starter) -> None:
     assert [(gpu.uuid, gpu.lost) for gpu in facts.gpu.node_gpus][1:] == [("GPU-lost", True)]
     assert checks["gpu-driver"].verdict == Check.WARN
     assert "known since the node booted: 1 (NVIDIA H200, GPU-lost)" in checks["gpu-driver"].reason
+
+
+def test_gpu_that_was_missed_before_the_process_started_does_not_count(rank: Starter) -> None:
+    """The process never saw it, so its restore needs no counterpart, and the rank may go to a node with fewer GPUs."""
+    child = gpu_rank(rank)
+    started_s = tree.Process.of(child.pids[0]).start_ticks / os.sysconf("SC_CLK_TCK")
+    before = pb.Gpu(uuid="GPU-before", index=1, name="NVIDIA H200", lost=True, missed_since_s=started_s - 60)
+    after = pb.Gpu(uuid="GPU-after", index=2, name="NVIDIA H200", lost=True, missed_since_s=started_s + 60)
+    facts, checks = inspect(child, replace(seen(child), lost=(before, after)))
+    assert [gpu.uuid for gpu in facts.gpu.node_gpus][1:] == ["GPU-after"]
+    assert "GPU-before" not in checks["gpu-driver"].reason
+    assert inspect(child, replace(seen(child), lost=(before,)))[1]["gpu-driver"].verdict == Check.PASS
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,16 @@ def test_device_of_nccl_passes_and_is_said_to_be_closed(rank: Starter) -> None:
     assert check.reason == "1 devices of NCCL, which are closed when its communicators are taken down"
 
 
-def test_device_of_nccl_without_a_communicator_is_refused(rank: Starter) -> None:
+def test_device_of_nccl_without_a_communicator_is_closed_as_well(rank: Starter) -> None:
+    """NCCL keeps its devices after the last communicator. Such a process gets a gate like one that has communicators."""
     child = gpu_rank(rank, OPEN)
     device = ncclctl.RdmaDevice("mlx5_0", "/opt/libnccl.so.2", True, (descriptor(child.pids[0]), 99))
-    check = checked(child, report(device, communicators=0))
-    assert check.verdict == Check.REFUSE
-    assert "no communicator any more" in check.reason
+    left = report(device, communicators=0)
+    assert checked(child, left).verdict == Check.PASS
+    assert left.concerned
+    assert not report(communicators=0).concerned
+    facts, _ = child.inspect(keeper_pid=child.pid, keeper_is_guest=True, nccl=NcclReports(((child.pids[0], left),)))
+    assert list(facts.nccl_rdma) == ["mlx5_0"]
 
 
 @pytest.mark.parametrize(

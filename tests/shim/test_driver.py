@@ -81,6 +81,23 @@ def test_threads_of_the_driver_keep_running_with_all_signals_blocked(job: Job, h
     assert set(box.fields().exempt) == {0}
 
 
+@pytest.mark.parametrize(
+    ("set_before", "visible"),
+    [
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '1,2'", "1,2"),
+        ("os.environ.pop('CUDA_VISIBLE_DEVICES', None)", ""),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = 'x' * 600", None),
+    ],
+)
+def test_visible_devices_are_noted_when_the_driver_starts(job: Job, set_before: str, visible: str | None) -> None:
+    """As a program sets them itself, and not as it changes them later, when CUDA does not read them any more."""
+    assert job.mailbox().state().visible is None
+    _do(job, f"{set_before}; driver = ctypes.CDLL(folder + '/libcuda.so.1'); driver.cuInit(0)")
+    assert job.mailbox().state().visible == visible
+    _do(job, "os.environ['CUDA_VISIBLE_DEVICES'] = '7'; driver.cuInit(0)")
+    assert job.mailbox().state().visible == visible
+
+
 def test_threads_with_names_of_the_driver_are_exempt(job: Job) -> None:
     name = "libc = ctypes.CDLL(None); name = lambda n: (libc.prctl(15, n), time.sleep(3600))"
     for text in ("cuda-EvtHandlr", "cuda00001234567", "cuda0000123456x", "cuda"):

@@ -10,6 +10,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* One for each entry of `exempt`. The entry is -1 until the new thread has read its struct. */
@@ -122,8 +123,25 @@ int create_exempt_thread(pthread_t *thread, const pthread_attr_t *attributes, vo
 	return create_exempt(thread, attributes, routine, argument, false);
 }
 
+/* A program may have set it after its start, which /proc/PID/environ does not show. */
+static void note_visible_devices(void)
+{
+	char *visible = snapshim_mailbox.visible;
+	const char *value = getenv("CUDA_VISIBLE_DEVICES");
+	size_t length = value ? strnlen(value, SNAPSHIM_VISIBLE_BYTES) : 0;
+
+	if (length + 2 > SNAPSHIM_VISIBLE_BYTES)
+		return;
+	if (value)
+		memcpy(visible + 1, value, length);
+	visible[1 + length] = 0;
+	STORE(visible, value ? '=' : '-');
+}
+
 int create_driver_thread(pthread_t *thread, const pthread_attr_t *attributes, void *(*routine)(void *), void *argument)
 {
+	if (!LOAD(&driver_seen))
+		note_visible_devices();
 	STORE(&driver_seen, true);
 	return create_exempt(thread, attributes, routine, argument, true);
 }
@@ -132,4 +150,5 @@ void threads_forget(void)
 {
 	memset(snapshim_mailbox.exempt, 0, sizeof(snapshim_mailbox.exempt));
 	driver_seen = false;
+	snapshim_mailbox.visible[0] = 0;
 }
