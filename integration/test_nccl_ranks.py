@@ -234,7 +234,7 @@ DOWN = (Point.DETACH, Point.FREEZE, Point.STREAM)
 LOST = "was taken down for a move and could not be attached again"
 
 
-@pytest.mark.sampled(1, per="killed")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", DOWN)
 @pytest.mark.parametrize("killed", ["keeper", "daemon"])
 def test_nothing_hangs_if_a_process_is_killed_while_communicators_are_down(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
-from snapshotd.inprocess import abi
+import pytest
+
+from snapshotd.inprocess import abi, shimctl
+from snapshotd.proc import foreign_memory, tree
 from tests.shim.jobs import REPOSITORY, compile_c
 
 PROGRAM = """
@@ -40,3 +45,15 @@ def test_the_compiler_agrees_with_every_offset(tmp_path: Path) -> None:
         **{name: str(offset) for name, offset in expected.items()},
         "size": str(abi.MAILBOX_BYTES),
     }
+
+
+@pytest.mark.parametrize("behind", [b"", b"=0,1,2"])
+def test_mailbox_of_an_older_library_is_read_without_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, behind: bytes
+) -> None:
+    """It ends before `visible`. Behind it is other memory of the process, or none."""
+    box = bytearray(abi.Offset.VISIBLE)
+    struct.pack_into("<8sIIi", box, 0, b"SNAPSHIM", abi.ABI_VERSION, len(box), os.getpid())
+    monkeypatch.setattr(foreign_memory, "read", lambda *_, **__: bytes(box) + behind)
+    state = shimctl.Mailbox(tree.Process.of(os.getpid()), 4096, os.getuid()).state()
+    assert (state.parked, state.visible) == (False, None)
