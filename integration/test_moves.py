@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from integration.harness import WORKLOADS, Cluster
+from integration.harness import WORKLOADS, Cluster, until
 from tests.cli import chrome_trace
 
 
@@ -39,6 +41,11 @@ def shows_where_the_time_went(chart: chrome_trace.Chart, pause_s: float) -> None
     assert covered_us(parts, pause) >= 0.5 * (pause.ended_us - pause.began_us)
 
 
+def ended_moves(nodes: Cluster, move: str) -> list[dict[str, Any]]:
+    moves = json.loads(nodes.migrator("history", "--json").stdout)["moves"]
+    return [one for one in moves if one["move"] == move]
+
+
 def covered_us(spans: list[chrome_trace.Shown], within: chrome_trace.Shown) -> float:
     """How much of `within` is inside at least one of the spans."""
     total, until = 0.0, within.began_us
@@ -60,6 +67,10 @@ def test_losses_of_a_moved_training_job_are_bit_identical(nodes: Cluster, tmp_pa
     assert result["source"] == "node-1"
     assert result["target"] == "spare-1"
     shows_where_the_time_went(chrome_trace.read(tmp_path / "trace.json"), result["pause_s"])
+    (past,) = until("the move to be in the history", lambda: ended_moves(nodes, result["move"]))
+    assert result["predicted_s"] > 0
+    assert past["predicted_s"] == pytest.approx(result["predicted_s"], abs=0.001)
+    assert past["pause_s"] == pytest.approx(result["pause_s"], abs=0.001)
     assert job.finish() == 0
     assert job.text() == uninterrupted("train.py", "--steps", steps, "--pace-s", "0")
 

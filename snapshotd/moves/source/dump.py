@@ -185,11 +185,7 @@ class Dump:
             async with asyncio.TaskGroup() as group:
                 for name, fd in fifos.items():
                     group.create_task(self.sender.put_fd(name, fd, eof=written))
-                rest = group.create_task(
-                    closed_files.send_rest(
-                        self.node, self.log, self.entry, self.sender, self.ahead, carried.facts, user
-                    )
-                )
+                rest = group.create_task(self._send_closed(self.sender, carried, user))
             await written.wait()
             with span("send small images"):
                 for name in sorted(path.name for path in self.images.iterdir() if path.is_file()):
@@ -205,6 +201,12 @@ class Dump:
             await self.sender.put_file(FILE, self.images / FILE)
             with span("finish"):
                 return [*await self.sender.finish(), *rest.result()]
+
+    async def _send_closed(self, sender: Sender, carried: preflight.Carried, user: User) -> list[pb.ImageFile]:
+        with span("send changed closed files"):
+            return await closed_files.send_rest(
+                self.node, self.log, self.entry, sender, self.ahead, carried.facts, user
+            )
 
     async def _send_carried(self, name: str, path: str, held: Held, user: User) -> None:
         """Sends a file as the rank itself has it open or mapped: its path may lead to another user's file by now."""
