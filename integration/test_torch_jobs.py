@@ -31,24 +31,12 @@ def _travel(job: TorchJob, ranks: Sequence[int]) -> None:
     job.assert_whole()
 
 
-def _assert_as_undisturbed(lab: TorchLab, job: TorchJob, script: str, *arguments: str, world: int) -> None:
-    """Every rank printed for each step what it prints in an undisturbed run of as many steps."""
-    said = sorted(line for lines in job.lines() for line in lines)
-    steps = len(said) // world
-    if script == "ddp.py":
-        late = min(int(line.split()[1]) for line in said if " sum " in line)
-        arguments = (*arguments, "--late-group-at", str(late), "--pace-s", "0")
-    assert said == sorted(
-        line for lines in lab.undisturbed(script, "--steps", str(steps), *arguments, world=world) for line in lines
-    )
-
-
 @pytest.mark.sampled(1, group="torchrun jobs")
 def test_every_rank_of_a_torchrun_job_moves_and_rank_0_twice(torch_lab: TorchLab, sampled: Sampler) -> None:
     job = torch_lab.torchrun("ddp.py", "--pace-s", "0.1", "--until", "{end}")
     job.await_steps(5)
     _travel(job, sampled((0, 1, 2, 3, 0), 3))
-    _assert_as_undisturbed(torch_lab, job, "ddp.py", world=4)
+    torch_lab.assert_as_undisturbed(job, "ddp.py", world=4)
 
 
 @pytest.mark.sampled(1, group="torchrun jobs")
@@ -67,7 +55,7 @@ def test_late_clients_reach_the_store_after_rank_0_moved(torch_lab: TorchLab) ->
     job.await_progress(2)
     job.end.touch()
     job.assert_whole()
-    _assert_as_undisturbed(torch_lab, job, "ddp.py", world=2)
+    torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
 
 
 @pytest.mark.sampled(1, group="torchrun jobs")
@@ -93,7 +81,7 @@ def test_one_of_two_workers_of_a_node_moves(torch_lab: TorchLab) -> None:
     job.move(1, "node-1")
     job.end.touch()
     job.assert_whole()
-    _assert_as_undisturbed(torch_lab, job, "ddp.py", world=2)
+    torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
 
 
 @pytest.mark.sampled(1, group="torchrun jobs")
@@ -103,7 +91,7 @@ def test_data_loaders_and_a_checkpoint_being_written_move(torch_lab: TorchLab) -
     job = torch_lab.torchrun("ddp_loader.py", "--checkpoints", str(folder), "--until", "{end}", nodes=HOMES[:2])
     job.await_steps(5)
     _travel(job, (0, 1))
-    _assert_as_undisturbed(torch_lab, job, "ddp_loader.py", "--checkpoints", str(folder), world=2)
+    torch_lab.assert_as_undisturbed(job, "ddp_loader.py", "--checkpoints", str(folder), world=2)
 
 
 @pytest.mark.sampled(3, group="ways to start torch jobs")

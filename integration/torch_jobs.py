@@ -157,6 +157,16 @@ class TorchLab:
         assert job.finish() == [0], "\n".join(texts)
         return [[line for line in text.splitlines() if line.startswith("step ")] for text in texts]
 
+    def assert_as_undisturbed(self, job: TorchJob, script: str, *arguments: str, world: int) -> None:
+        """Every rank printed for each step what it prints in an undisturbed run of as many steps."""
+        said = sorted(line for lines in job.lines() for line in lines)
+        steps = len(said) // world
+        if script == "ddp.py":
+            late = min(int(line.split()[1]) for line in said if " sum " in line)
+            arguments = (*arguments, "--late-group-at", str(late), "--pace-s", "0")
+        alone = self.undisturbed(script, "--steps", str(steps), *arguments, world=world)
+        assert said == sorted(line for lines in alone for line in lines)
+
     @contextmanager
     def store_clients(self, job: TorchJob, nodes: Sequence[str]) -> Iterator[Callable[[], list[str]]]:
         """Yields a function that makes a process on each of the nodes connect to the job's original store address.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from migrator import users
 from migrator.cluster import Cluster
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Ambiguous, Busy, NotFound, SnapshotError, Unreachable, Where
+from snapshotd.api.errors import Ambiguous, Busy, NotFound, SnapshotError, Unreachable, Where, WrongState
 
 if TYPE_CHECKING:
     from snapshotd.api.client import DaemonClient
@@ -94,6 +94,12 @@ async def find_rank(
         if away or silent:
             lost = "".join(f"\n  {silent[node].headline}" for node in away or silent)
             raise Unreachable(f"rank {rank} is on no node that answers, and these do not:{lost}", where=Where.UNKNOWN)
+        if suspended := [entry.rank.job for entry in meant if entry.rank.place == pb.Rank.SUSPENDED]:
+            raise WrongState(
+                f"rank {rank} of job {suspended[0]} is suspended",
+                remedy=f"`migrator job resume {suspended[0]} --on {rank}=NODE` resumes the job, with this rank on NODE",
+                where=Where.SUSPENDED,
+            )
         of_job = f" in job {job!r}" if job else ""
         of_user = f" of user {users.described(user_id)}" if user_id is not None else ""
         raise NotFound(f"no rank {rank}{of_job}{of_user} runs on {source or 'any node'}")

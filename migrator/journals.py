@@ -259,6 +259,8 @@ def merge(answers: dict[str, list[pb.MoveRecord]]) -> list[Move]:
     views: dict[tuple[str, str, str], dict[str, View]] = {}
     for node, records in answers.items():
         for record in records:
+            if record.coordinator:
+                continue  # a rank of a job that is suspended or resumed: `migrator job list` has those
             if node == {"source": record.source_node, "target": record.target_node}.get(record.role):
                 key = record.move, record.source_node, record.target_node
                 views.setdefault(key, {})[record.role] = View(node, record)

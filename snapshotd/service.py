@@ -17,6 +17,7 @@ from snapshotd.api.methods import PUSH
 from snapshotd.api.servicers import (
     GateServicer,
     HomeServicer,
+    JobServicer,
     NodeServicer,
     PeerServicer,
     SourceServicer,
@@ -36,6 +37,8 @@ from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.keepers.relay import Relays
 from snapshotd.moves.carry import Carry
 from snapshotd.moves.history import History
+from snapshotd.moves.jobs.coordinator import JobSteps
+from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.nccl.communicators import Communicators
 from snapshotd.moves.nccl.gates import GateSteps
@@ -74,22 +77,23 @@ class Daemon:
         faults.arm(config.run_dir)
         symbols.builds.keep_in(config.state_dir)
         session.open_programs(config.criu)
-        store = ImageStore(config.image_dir)
+        store, suspended = ImageStore(config.image_dir), ImageStore(config.state_dir / "suspended", on_disk=True)
         carry = Carry(config.state_dir, config.carry_paths)
         self.gpus = Gpus(config.gpu_library_dir, config.run_dir / "gpus.json")
         reserve = Reserve(config.state_dir)
         reserve.hold()
         journal, ranks = Journal(config.state_dir, reserve), Ranks(config.state_dir, reserve)
-        self.node = Node(config, journal, reserve, ranks, store, carry, self.gpus, connect, self._lost)
+        self.node = Node(config, journal, reserve, ranks, store, suspended, carry, self.gpus, connect, self._lost)
         self.relays = Relays(self.node)
         self.peer = PeerSteps(self.node)
         self.gates = GateSteps(self.node)
+        self.jobs, self.images = JobSteps(self.node), StoredImages(self.node)
         self.members = Members(self.gates, lambda move: self.target.held(move))
         self.source = SourceSteps(self.node, self.peer.pending, Communicators(self.node, self.members))
         self.forwarding = Forwarding(self.node, self.source.departure.forwarded)
         self.target = TargetSteps(self.node, self.relays, self.forwarding)
         self.adoption = Adoption(self.node, self.source, self.target, self.relays, self.forwarding)
-        self.history = History(self.node, [self.source, self.target, self.peer, self.gates])
+        self.history = History(self.node, [self.source, self.target, self.peer, self.gates, self.jobs])
         self.diagnosis = Diagnosis(self.node)
         self.health = Monitor(
             config.node, config.state_dir, config.health, config.gpu_library_dir, lambda: self._running_moves() > 0
@@ -110,13 +114,14 @@ class Daemon:
 
     async def start(self, services: Services) -> None:
         """Registers the servicers and takes up what was unfinished before a restart."""
-        parts = (self.diagnosis, self.health, self.progress)
+        parts = (self.images, self.diagnosis, self.health, self.progress)
         services.add("Node", NodeServicer(self.node, self.peer, self.gates, self.info, self.move_record, *parts))
-        services.add("Source", SourceServicer(self.source))
+        services.add("Source", SourceServicer(self.source, self.images))
         services.add("Target", TargetServicer(self.target, self.info))
         services.add("Peer", PeerServicer(self.peer, self.forwarding))
         services.add("Gate", GateServicer(self.gates, self.members))
         services.add("Home", HomeServicer(self.relays))
+        services.add("Job", JobServicer(self.jobs))
 
         async def authorise(context: Context, move: str) -> None:
             self.target.authorise_source(move, context.caller.name)
@@ -128,6 +133,8 @@ class Daemon:
         await self.target.adopt_journal()
         await self.members.adopt_copies()
         self.gates.adopt_journal()
+        self.jobs.adopt_journal()
+        await in_thread(self.images.adopt)
         await in_thread(self._sweep_filters)
         await self.adoption.sweep()  # before any settling: a dead keeper ends a move
         self.source.settle_all()
@@ -162,7 +169,13 @@ class Daemon:
                     if moving.log.outcome is None:
                         with contextlib.suppress(SnapshotError):
                             await self.source.abort(moving.log.move, "the source daemon was stopped", "source")
-        for steps in (self.source, self.target, self.peer, self.gates):
+                for record in list(self.jobs.moves.values()):
+                    if record.log.outcome is None:
+                        with contextlib.suppress(SnapshotError):
+                            await self.jobs.abort(
+                                record.log.move, "the coordinator's daemon was stopped", "coordinator"
+                            )
+        for steps in (self.source, self.target, self.peer, self.gates, self.jobs):
             for moving in steps.moves.values():
                 if moving.settling is not None:
                     moving.settling.cancel()
@@ -243,4 +256,5 @@ class Daemon:
             predicted_s=move_log.known.predicted_s,
             waiting_for="" if ended or moving is None else moving.waiting_for,
             user_id=begin.user_id if begin.user_id >= 0 else None,
+            coordinator=begin.coordinator,
         )

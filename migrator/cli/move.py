@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import signal
 import sys
-from typing import NoReturn
 
 from migrator import formatting
 from migrator.cli import arguments, output
 from migrator.cli.check import add_ask
+from migrator.cli.interrupts import Interrupts
 from migrator.cli.trace_file import TraceFile
 from migrator.cluster import Cluster
-from migrator.progress_display import Progress, show_on
+from migrator.progress_display import show_on
 from migrator.protocol import Verdict
 from migrator.results import MoveOptions, MoveResult
-from snapshotd.api.errors import OutcomeUnknown, SnapshotError, Undone, Where
+from snapshotd.api.errors import SnapshotError, Undone, Where
 
 
 def add(verbs: arguments.Verbs) -> None:
@@ -110,10 +108,14 @@ async def _move(cluster: Cluster, asked: MoveOptions, trace: TraceFile | None, *
     progress = show_on(sys.stderr, only_live=as_json)
     made = driver.Driver(cluster, progress, None if trace is None else trace.trace)
     task = asyncio.create_task(made.move(asked))
-    interrupts = _Interrupts(task, progress, trace, as_json=as_json)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupts.on_signal)
+    Interrupts(
+        task,
+        progress,
+        "undoing the move, or finishing it if it is committed",
+        "exited during a move: the daemons finish it, or undo it when the lease of this command expires",
+        as_json=as_json,
+        on_leave=None if trace is None else trace.write,
+    ).listen()
     try:
         return await task
     except asyncio.CancelledError:
@@ -122,38 +124,6 @@ async def _move(cluster: Cluster, asked: MoveOptions, trace: TraceFile | None, *
         ) from None
     finally:
         progress.close()
-
-
-class _Interrupts:
-    """The first one asks the driver to stop, the second one exits."""
-
-    def __init__(
-        self, task: asyncio.Task[MoveResult], progress: Progress, trace: TraceFile | None, *, as_json: bool
-    ) -> None:
-        self.task, self.progress, self.trace, self.as_json = task, progress, trace, as_json
-        self.count = 0
-
-    def on_signal(self) -> None:
-        self.count += 1
-        if self.count > 1:
-            self._leave()
-        self.progress.say(
-            "interrupted: undoing the move, or finishing it if it is committed; "
-            "press Ctrl-C again to exit now and leave it to the daemons"
-        )
-        self.task.cancel()
-
-    def _leave(self) -> NoReturn:
-        self.progress.close()
-        error = OutcomeUnknown(
-            "exited during a move: the daemons finish it, or undo it when the lease of this command expires",
-            where=Where.UNKNOWN,
-        )
-        output.failure(error, as_json=self.as_json)
-        if self.trace is not None:
-            self.trace.write(output.error_object(error))
-        # Not an exception: asyncio.run would wait for the driver's task.
-        os._exit(OutcomeUnknown.exit_code)
 
 
 def _show_moved(result: MoveResult) -> None:

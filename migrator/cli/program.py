@@ -32,6 +32,7 @@ MODULES = {
     "health": ("health",),
     "check": ("check",),
     "move": ("move",),
+    "job": ("job",),
     "status": ("status",),
     "history": ("history",),
     "recover": ("recover",),

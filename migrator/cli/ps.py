@@ -28,6 +28,9 @@ HEADS: tuple[str, ...] = (
     "COMMAND",
 )
 GPU_HEAD = "GPU"
+_PLACES = {pb.Rank.HERE: "here", pb.Rank.SUSPENDED: "suspended", pb.Rank.AWAY: "away"}
+#: Which entry of a rank is shown: the home keeper of a suspended rank says only that it is away.
+_PREFERRED = {place: number for number, place in enumerate(_PLACES)}
 
 
 def add(verbs: arguments.Verbs) -> None:
@@ -86,7 +89,7 @@ def visible(found: list[Found], *, everything: bool) -> list[Found]:
     During a move, the target's copy is shown only with `everything`, because it does not run yet.
     """
     rows: dict[str, Found] = {}
-    for entry in sorted(found, key=lambda entry: (entry.rank.place, entry.rank.moves)):
+    for entry in sorted(found, key=lambda entry: (_PREFERRED.get(entry.rank.place, 9), entry.rank.moves)):
         rows.setdefault(entry.rank.uid, entry)
     shown = found if everything else list(rows.values())
     return sorted(shown, key=_order)
@@ -100,6 +103,8 @@ def _order(entry: Found) -> tuple[str, int, int, int, str]:
 def state(entry: Found) -> str:
     if entry.rank.moving:
         return f"moving ({entry.rank.moving})"
+    if entry.rank.place == pb.Rank.SUSPENDED:
+        return "suspended"
     return "running" if entry.rank.place == pb.Rank.HERE else f"away (on {entry.rank.at_node})"
 
 
@@ -120,7 +125,7 @@ def to_json(entry: Found) -> dict[str, Any]:
         "started_unix_s": round(rank.started_unix_s, 3),
         "moves": rank.moves,
         "moving": rank.moving,
-        "place": "here" if rank.place == pb.Rank.HERE else "away",
+        "place": _PLACES.get(rank.place, "away"),
         "command": rank.command,
     }
 

@@ -45,6 +45,9 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Source/GetOutcome": _BOTH,
     "/snapshotd.v1.Source/DeclareTargetDead": _OPERATOR,
     "/snapshotd.v1.Source/DeclareMemberDead": _OPERATOR,
+    "/snapshotd.v1.Source/GetImage": _OPERATOR,
+    "/snapshotd.v1.Source/Send": _OPERATOR,
+    "/snapshotd.v1.Source/DropImage": _BOTH,
     "/snapshotd.v1.Target/Examine": _OPERATOR,
     "/snapshotd.v1.Target/Prepare": _OPERATOR,
     "/snapshotd.v1.Target/Push": _NODE,
@@ -72,6 +75,13 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Gate/GiveUp": _NODE,
     "/snapshotd.v1.Gate/Open": _BOTH,
     "/snapshotd.v1.Home/Relay": _NODE,
+    "/snapshotd.v1.Job/Begin": _OPERATOR,
+    "/snapshotd.v1.Job/Renew": _OPERATOR,
+    "/snapshotd.v1.Job/Commit": _OPERATOR,
+    "/snapshotd.v1.Job/Abort": _OPERATOR,
+    "/snapshotd.v1.Job/GetOutcome": _BOTH,
+    "/snapshotd.v1.Job/Drop": _OPERATOR,
+    "/snapshotd.v1.Job/List": _OPERATOR,
 }
 
 #: Of a longer message only the beginning and the end are sent: it must fit twice into the limits of api/channel.py.

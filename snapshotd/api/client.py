@@ -260,6 +260,9 @@ class SourceCalls:
         self.GetOutcome = Unary(link, path + "GetOutcome", pb.MoveRequest, pb.Outcome)
         self.DeclareTargetDead = Unary(link, path + "DeclareTargetDead", pb.DeclareRequest, pb.Outcome)
         self.DeclareMemberDead = Unary(link, path + "DeclareMemberDead", pb.DeclareMemberRequest, pb.Outcome)
+        self.GetImage = Unary(link, path + "GetImage", pb.MoveRequest, pb.StoredImage)
+        self.Send = ServerStream(link, path + "Send", pb.SendRequest, pb.Progress)
+        self.DropImage = Unary(link, path + "DropImage", pb.DropImageRequest, pb.DropImageReply)
 
 
 class TargetCalls:
@@ -310,6 +313,18 @@ class GateCalls:
         self.Open = Unary(link, path + "Open", pb.TokenRequest, pb.OpenReply)
 
 
+class JobCalls:
+    def __init__(self, link: _Link) -> None:
+        path = "/snapshotd.v1.Job/"
+        self.Begin = Unary(link, path + "Begin", pb.BeginJobRequest, pb.BeginJobReply)
+        self.Renew = Unary(link, path + "Renew", pb.MoveRequest, pb.RenewReply)
+        self.Commit = Unary(link, path + "Commit", pb.MoveRequest, pb.Outcome)
+        self.Abort = Unary(link, path + "Abort", pb.AbortRequest, pb.Outcome)
+        self.GetOutcome = Unary(link, path + "GetOutcome", pb.MoveRequest, pb.Outcome)
+        self.Drop = Unary(link, path + "Drop", pb.AbortRequest, pb.DropImageReply)
+        self.List = Unary(link, path + "List", pb.ListJobsRequest, pb.ListJobsReply)
+
+
 class HomeCalls:
     def __init__(self, link: _Link) -> None:
         path = "/snapshotd.v1.Home/"
@@ -342,6 +357,7 @@ class DaemonClient:
         self.peer = PeerCalls(link)
         self.gate = GateCalls(link)
         self.home = HomeCalls(link)
+        self.job = JobCalls(link)
 
     async def close(self) -> None:
         await self.channel.close()

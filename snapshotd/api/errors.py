@@ -19,6 +19,7 @@ class Where(StrEnum):
     SOURCE_FROZEN = "frozen on source"
     TARGET_HELD = "held on target"
     TARGET_RUNNING = "running on target"
+    SUSPENDED = "suspended"
     ENDED = "ended"
     UNKNOWN = "unknown"
     UNTOUCHED = "not touched"

@@ -13,6 +13,8 @@ from snapshotd.diagnosis.run import Diagnosis
 from snapshotd.health.monitor import Monitor
 from snapshotd.keepers.listing import ranks_of
 from snapshotd.keepers.relay import Relays
+from snapshotd.moves.jobs.coordinator import JobSteps
+from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.nccl.gates import GateSteps
 from snapshotd.moves.nccl.members import Members
@@ -90,11 +92,12 @@ class NodeServicer:
         gates: GateSteps,
         describe: Describe,
         describe_move: DescribeMove,
+        images: StoredImages,
         diagnosis: Diagnosis,
         health: Monitor,
         progress: Sampler,
     ) -> None:
-        self.node, self.peers, self.gates = node, peers, gates
+        self.node, self.peers, self.gates, self.images = node, peers, gates, images
         self.describe, self.describe_move = describe, describe_move
         self.diagnosis, self.health, self.progress = diagnosis, health, progress
 
@@ -102,7 +105,8 @@ class NodeServicer:
         return await self.describe(fresh=False)
 
     async def ListRanks(self, request: pb.ListRanksRequest, context: Context) -> pb.ListRanksReply:
-        return pb.ListRanksReply(ranks=await ranks_of(self.node, brief=request.brief))
+        ranks = await ranks_of(self.node, brief=request.brief)
+        return pb.ListRanksReply(ranks=[*ranks, *await self.images.ranks()])
 
     async def ListMoves(self, request: pb.ListMovesRequest, context: Context) -> pb.ListMovesReply:
         if request.as_peer:
@@ -150,8 +154,8 @@ class NodeServicer:
 
 
 class SourceServicer:
-    def __init__(self, steps: SourceSteps) -> None:
-        self.steps = steps
+    def __init__(self, steps: SourceSteps, images: StoredImages) -> None:
+        self.steps, self.images = steps, images
 
     async def Inspect(self, request: pb.InspectRequest, context: Context) -> pb.InspectReply:
         return await self.steps.inspect(request)
@@ -196,6 +200,17 @@ class SourceServicer:
     async def DeclareMemberDead(self, request: pb.DeclareMemberRequest, context: Context) -> pb.Outcome:
         by = f"{request.declared_by} ({context.caller})"
         return await self.steps.declare_member_dead(request.move, request.node, by)
+
+    async def GetImage(self, request: pb.MoveRequest, context: Context) -> pb.StoredImage:
+        return await self.images.describe(request.move)
+
+    async def Send(self, request: pb.SendRequest, context: Context) -> AsyncIterator[pb.Progress]:
+        async for progress in self.images.send(request):
+            yield progress
+
+    async def DropImage(self, request: pb.DropImageRequest, context: Context) -> pb.DropImageReply:
+        caller = context.caller
+        return await self.images.drop(request.image, request.reason, caller.name if caller.role == "node" else "")
 
 
 class TargetServicer:
@@ -297,6 +312,32 @@ class GateServicer:
 
     async def Open(self, request: pb.TokenRequest, context: Context) -> pb.OpenReply:
         return await self.gates.open(request.move, request.token, context.caller.name, abandoned=request.abandoned)
+
+
+class JobServicer:
+    def __init__(self, steps: JobSteps) -> None:
+        self.steps = steps
+
+    async def Begin(self, request: pb.BeginJobRequest, context: Context) -> pb.BeginJobReply:
+        return await self.steps.begin(request)
+
+    async def Renew(self, request: pb.MoveRequest, context: Context) -> pb.RenewReply:
+        return await self.steps.renew(request.move)
+
+    async def Commit(self, request: pb.MoveRequest, context: Context) -> pb.Outcome:
+        return await self.steps.commit(request.move)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.Outcome:
+        return await self.steps.abort(request.move, request.reason, str(context.caller))
+
+    async def GetOutcome(self, request: pb.MoveRequest, context: Context) -> pb.Outcome:
+        return await self.steps.outcome(request.move)
+
+    async def Drop(self, request: pb.AbortRequest, context: Context) -> pb.DropImageReply:
+        return await self.steps.drop(request.move, f"{request.reason} ({context.caller})")
+
+    async def List(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
+        return await self.steps.listed()
 
 
 class HomeServicer:

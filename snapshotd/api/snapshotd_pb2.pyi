@@ -1208,6 +1208,8 @@ class Rank(_message.Message):
         """the process is on this node"""
         AWAY: Rank._Place.ValueType  # 2
         """only its home keeper is here; the process is on at_node"""
+        SUSPENDED: Rank._Place.ValueType  # 3
+        """the job is suspended, and the rank's image is here; it has no process"""
 
     class Place(_Place, metaclass=_PlaceEnumTypeWrapper): ...
     PLACE_UNSPECIFIED: Rank.Place.ValueType  # 0
@@ -1215,6 +1217,8 @@ class Rank(_message.Message):
     """the process is on this node"""
     AWAY: Rank.Place.ValueType  # 2
     """only its home keeper is here; the process is on at_node"""
+    SUSPENDED: Rank.Place.ValueType  # 3
+    """the job is suspended, and the rank's image is here; it has no process"""
 
     UID_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
@@ -1417,6 +1421,7 @@ class MoveRecord(_message.Message):
     USER_ID_FIELD_NUMBER: _builtins.int
     PREDICTED_S_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    COORDINATOR_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     role: _builtins.str
     """"source" or "target" """
@@ -1446,6 +1451,8 @@ class MoveRecord(_message.Message):
     """whose job it is; unset: an older version journalled it"""
     predicted_s: _builtins.float
     """the pause that the driver had predicted; 0: not known on this node"""
+    coordinator: _builtins.str
+    """the job record that decides about it; empty: it is a move of this rank alone"""
     @_builtins.property
     def timing(self) -> Global___Timing:
         """if it was asked for, and is known on this node"""
@@ -1475,10 +1482,11 @@ class MoveRecord(_message.Message):
         user_id: _builtins.int | None = ...,
         predicted_s: _builtins.float = ...,
         timing: Global___Timing | None = ...,
+        coordinator: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "timing", b"timing", "user_id", b"user_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "begun_unix_s", b"begun_unix_s", "bytes", b"bytes", "decided_by", b"decided_by", "ended_unix_s", b"ended_unix_s", "job", b"job", "mark", b"mark", "move", b"move", "outcome", b"outcome", "pause_s", b"pause_s", "predicted_s", b"predicted_s", "rank", b"rank", "rank_uid", b"rank_uid", "reason", b"reason", "role", b"role", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node", "timing", b"timing", "user_id", b"user_id", "waiting_for", b"waiting_for", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "begun_unix_s", b"begun_unix_s", "bytes", b"bytes", "coordinator", b"coordinator", "decided_by", b"decided_by", "ended_unix_s", b"ended_unix_s", "job", b"job", "mark", b"mark", "move", b"move", "outcome", b"outcome", "pause_s", b"pause_s", "predicted_s", b"predicted_s", "rank", b"rank", "rank_uid", b"rank_uid", "reason", b"reason", "role", b"role", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node", "timing", b"timing", "user_id", b"user_id", "waiting_for", b"waiting_for", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__user_id: _TypeAlias = _typing.Literal["user_id"]  # noqa: Y015
     _WhichOneofArgType__user_id: _TypeAlias = _typing.Literal["_user_id", b"_user_id"]  # noqa: Y015
@@ -1987,10 +1995,13 @@ class InspectRequest(_message.Message):
     TARGET_NODE_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     MOVE_FIELD_NUMBER: _builtins.int
+    SUSPEND_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
     target_node: _builtins.str
     move: _builtins.str
     """of which this preflight is part, for its spans; empty: of none"""
+    suspend: _builtins.bool
+    """the rank is to be suspended with its job; target_node is its own node"""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
         """all nodes of the cluster, source and target included"""
@@ -2007,10 +2018,11 @@ class InspectRequest(_message.Message):
         target_node: _builtins.str = ...,
         protocol: Global___Protocol | None = ...,
         move: _builtins.str = ...,
+        suspend: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move", "nodes", b"nodes", "protocol", b"protocol", "rank_uid", b"rank_uid", "target_node", b"target_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move", "nodes", b"nodes", "protocol", b"protocol", "rank_uid", b"rank_uid", "suspend", b"suspend", "target_node", b"target_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2208,6 +2220,7 @@ class BeginRequest(_message.Message):
     NONCE_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    COORDINATOR_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     rank_uid: _builtins.str
     target_node: _builtins.str
@@ -2217,6 +2230,10 @@ class BeginRequest(_message.Message):
     lease_s: _builtins.float
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]: ...
+    @_builtins.property
+    def coordinator(self) -> Global___Coordinator:
+        """set: suspend the rank with its job. The image is stored here, and there is no nonce"""
+
     def __init__(
         self,
         *,
@@ -2227,10 +2244,11 @@ class BeginRequest(_message.Message):
         nonce: _builtins.bytes = ...,
         lease_s: _builtins.float = ...,
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
+        coordinator: Global___Coordinator | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "move", b"move", "nodes", b"nodes", "nonce", b"nonce", "rank_uid", b"rank_uid", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "lease_s", b"lease_s", "move", b"move", "nodes", b"nodes", "nonce", b"nonce", "rank_uid", b"rank_uid", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2439,6 +2457,7 @@ class Outcome(_message.Message):
     DECIDED_BY_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
     ABANDONED_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
     kind: Global___OutcomeKind.ValueType
     reason: _builtins.str
     token: _builtins.bytes
@@ -2450,6 +2469,8 @@ class Outcome(_message.Message):
     """carried out on the source; for ABORT: the rank runs there again"""
     abandoned: _builtins.bool
     """communicators that are down can never be built again: a member has ended, say"""
+    stored: _builtins.bool
+    """a rank that is being suspended: its whole image is here, and its process still exists"""
     def __init__(
         self,
         *,
@@ -2460,10 +2481,11 @@ class Outcome(_message.Message):
         decided_by: _builtins.str = ...,
         settled: _builtins.bool = ...,
         abandoned: _builtins.bool = ...,
+        stored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "decided_by", b"decided_by", "kind", b"kind", "reason", b"reason", "settled", b"settled", "token", b"token", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "decided_by", b"decided_by", "kind", b"kind", "reason", b"reason", "settled", b"settled", "stored", b"stored", "token", b"token", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2552,12 +2574,27 @@ class PrepareRequest(_message.Message):
     FACTS_FIELD_NUMBER: _builtins.int
     SOURCE_ENDPOINT_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
+    COORDINATOR_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     source_endpoint: _builtins.str
     gpu: _builtins.str
     """as in ExamineRequest"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
+    @_builtins.property
+    def coordinator(self) -> Global___Coordinator:
+        """set: resume a suspended rank with its job"""
+
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
+        """… all nodes of the cluster"""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedRank]:
+        """… all ranks of the job"""
+
     def __init__(
         self,
         *,
@@ -2565,10 +2602,13 @@ class PrepareRequest(_message.Message):
         facts: Global___RankFacts | None = ...,
         source_endpoint: _builtins.str = ...,
         gpu: _builtins.str = ...,
+        coordinator: Global___Coordinator | None = ...,
+        nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
+        ranks: _abc.Iterable[Global___ResumedRank] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "gpu", b"gpu", "move", b"move", "source_endpoint", b"source_endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "facts", b"facts", "gpu", b"gpu", "move", b"move", "nodes", b"nodes", "ranks", b"ranks", "source_endpoint", b"source_endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2934,6 +2974,358 @@ class Copy(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Copy: _TypeAlias = Copy  # noqa: Y015
+
+@_typing.final
+class Coordinator(_message.Message):
+    """The record that decides about the moves of all ranks of a job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    record: _builtins.str
+    """looks like the id of a move"""
+    node: _builtins.str
+    endpoint: _builtins.str
+    def __init__(
+        self,
+        *,
+        record: _builtins.str = ...,
+        node: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "node", b"node", "record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Coordinator: _TypeAlias = Coordinator  # noqa: Y015
+
+@_typing.final
+class Participant(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_UID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    IMAGE_NODE_FIELD_NUMBER: _builtins.int
+    IMAGE_ENDPOINT_FIELD_NUMBER: _builtins.int
+    rank_uid: _builtins.str
+    rank: _builtins.int
+    move: _builtins.str
+    """of this rank"""
+    node: _builtins.str
+    """of a suspension: its store; of a resumption: its target"""
+    endpoint: _builtins.str
+    image: _builtins.str
+    """of a resumption: the rank's move in the suspension"""
+    image_node: _builtins.str
+    image_endpoint: _builtins.str
+    def __init__(
+        self,
+        *,
+        rank_uid: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        move: _builtins.str = ...,
+        node: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        image: _builtins.str = ...,
+        image_node: _builtins.str = ...,
+        image_endpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "image", b"image", "image_endpoint", b"image_endpoint", "image_node", b"image_node", "move", b"move", "node", b"node", "rank", b"rank", "rank_uid", b"rank_uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Participant: _TypeAlias = Participant  # noqa: Y015
+
+@_typing.final
+class BeginJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    USER_ID_FIELD_NUMBER: _builtins.int
+    SUSPENSION_FIELD_NUMBER: _builtins.int
+    PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
+    record: _builtins.str
+    job: _builtins.str
+    user_id: _builtins.int
+    """whose job it is"""
+    suspension: _builtins.str
+    """empty: begin a suspension; else the record of the one to resume"""
+    lease_s: _builtins.float
+    @_builtins.property
+    def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
+    def __init__(
+        self,
+        *,
+        record: _builtins.str = ...,
+        job: _builtins.str = ...,
+        user_id: _builtins.int = ...,
+        suspension: _builtins.str = ...,
+        participants: _abc.Iterable[Global___Participant] | None = ...,
+        lease_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "lease_s", b"lease_s", "participants", b"participants", "record", b"record", "suspension", b"suspension", "user_id", b"user_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeginJobRequest: _TypeAlias = BeginJobRequest  # noqa: Y015
+
+@_typing.final
+class BeginJobReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeginJobReply: _TypeAlias = BeginJobReply  # noqa: Y015
+
+@_typing.final
+class ListJobsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListJobsRequest: _TypeAlias = ListJobsRequest  # noqa: Y015
+
+@_typing.final
+class ListJobsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobRecord]: ...
+    def __init__(
+        self,
+        *,
+        jobs: _abc.Iterable[Global___JobRecord] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListJobsReply: _TypeAlias = ListJobsReply  # noqa: Y015
+
+@_typing.final
+class JobRecord(_message.Message):
+    """One record of a coordinator."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    USER_ID_FIELD_NUMBER: _builtins.int
+    SUSPENSION_FIELD_NUMBER: _builtins.int
+    PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DECIDED_BY_FIELD_NUMBER: _builtins.int
+    BEGUN_UNIX_S_FIELD_NUMBER: _builtins.int
+    ENDED_UNIX_S_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
+    ENDED_BY_FIELD_NUMBER: _builtins.int
+    record: _builtins.str
+    job: _builtins.str
+    user_id: _builtins.int
+    suspension: _builtins.str
+    """as in BeginJobRequest"""
+    outcome: Global___OutcomeKind.ValueType
+    reason: _builtins.str
+    decided_by: _builtins.str
+    begun_unix_s: _builtins.float
+    ended_unix_s: _builtins.float
+    """0: not carried out by all nodes yet"""
+    waiting_for: _builtins.str
+    ended_by: _builtins.str
+    """of a suspension: the record that resumed it, or "dropped: WHY"; empty: it is suspended"""
+    @_builtins.property
+    def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
+    def __init__(
+        self,
+        *,
+        record: _builtins.str = ...,
+        job: _builtins.str = ...,
+        user_id: _builtins.int = ...,
+        suspension: _builtins.str = ...,
+        participants: _abc.Iterable[Global___Participant] | None = ...,
+        outcome: Global___OutcomeKind.ValueType = ...,
+        reason: _builtins.str = ...,
+        decided_by: _builtins.str = ...,
+        begun_unix_s: _builtins.float = ...,
+        ended_unix_s: _builtins.float = ...,
+        waiting_for: _builtins.str = ...,
+        ended_by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "decided_by", b"decided_by", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "job", b"job", "outcome", b"outcome", "participants", b"participants", "reason", b"reason", "record", b"record", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobRecord: _TypeAlias = JobRecord  # noqa: Y015
+
+@_typing.final
+class StoredImage(_message.Message):
+    """The image of a suspended rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FACTS_FIELD_NUMBER: _builtins.int
+    REWIRES_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    @_builtins.property
+    def facts(self) -> Global___RankFacts:
+        """as the freeze found them"""
+
+    @_builtins.property
+    def rewires(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewire]:
+        """its connections; old and new addresses are the same"""
+
+    def __init__(
+        self,
+        *,
+        facts: Global___RankFacts | None = ...,
+        rewires: _abc.Iterable[Global___Rewire] | None = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "facts", b"facts", "rewires", b"rewires"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredImage: _TypeAlias = StoredImage  # noqa: Y015
+
+@_typing.final
+class ResumedRank(_message.Message):
+    """One rank of a job that is resumed, for the plan of the new addresses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_UID_FIELD_NUMBER: _builtins.int
+    FROM_NODE_FIELD_NUMBER: _builtins.int
+    TO_NODE_FIELD_NUMBER: _builtins.int
+    REWIRES_FIELD_NUMBER: _builtins.int
+    rank_uid: _builtins.str
+    from_node: _builtins.str
+    to_node: _builtins.str
+    @_builtins.property
+    def rewires(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewire]: ...
+    def __init__(
+        self,
+        *,
+        rank_uid: _builtins.str = ...,
+        from_node: _builtins.str = ...,
+        to_node: _builtins.str = ...,
+        rewires: _abc.Iterable[Global___Rewire] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_node", b"from_node", "rank_uid", b"rank_uid", "rewires", b"rewires", "to_node", b"to_node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumedRank: _TypeAlias = ResumedRank  # noqa: Y015
+
+@_typing.final
+class SendRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGE_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
+    TARGET_NODE_FIELD_NUMBER: _builtins.int
+    TARGET_ENDPOINT_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    image: _builtins.str
+    """the rank's move in the suspension"""
+    move: _builtins.str
+    """… in the resumption"""
+    target_node: _builtins.str
+    target_endpoint: _builtins.str
+    nonce: _builtins.bytes
+    """the target's, from Prepare"""
+    def __init__(
+        self,
+        *,
+        image: _builtins.str = ...,
+        move: _builtins.str = ...,
+        target_node: _builtins.str = ...,
+        target_endpoint: _builtins.str = ...,
+        nonce: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "move", b"move", "nonce", b"nonce", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendRequest: _TypeAlias = SendRequest  # noqa: Y015
+
+@_typing.final
+class DropImageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    image: _builtins.str
+    reason: _builtins.str
+    """the record that resumed the job, or why an operator gives the image up"""
+    def __init__(
+        self,
+        *,
+        image: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropImageRequest: _TypeAlias = DropImageRequest  # noqa: Y015
+
+@_typing.final
+class DropImageReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropImageReply: _TypeAlias = DropImageReply  # noqa: Y015
 
 @_typing.final
 class NodeAddresses(_message.Message):

@@ -579,6 +579,21 @@ class SourceStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DeclareMemberRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
                 _registered_method=True)
+        self.GetImage = channel.unary_unary(
+                '/snapshotd.v1.Source/GetImage',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.StoredImage.FromString,
+                _registered_method=True)
+        self.Send = channel.unary_stream(
+                '/snapshotd.v1.Source/Send',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SendRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.Progress.FromString,
+                _registered_method=True)
+        self.DropImage = channel.unary_unary(
+                '/snapshotd.v1.Source/DropImage',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DropImageRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DropImageReply.FromString,
+                _registered_method=True)
 
 
 class SourceServicer:
@@ -682,6 +697,27 @@ class SourceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetImage(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Send(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropImage(self, request, context):
+        """operator, node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SourceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -754,6 +790,21 @@ def add_SourceServicer_to_server(servicer, server):
                     servicer.DeclareMemberDead,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DeclareMemberRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.SerializeToString,
+            ),
+            'GetImage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetImage,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.StoredImage.SerializeToString,
+            ),
+            'Send': grpc.unary_stream_rpc_method_handler(
+                    servicer.Send,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.SendRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.Progress.SerializeToString,
+            ),
+            'DropImage': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropImage,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DropImageRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DropImageReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1134,6 +1185,87 @@ class Source:
             '/snapshotd.v1.Source/DeclareMemberDead',
             snapshotd_dot_api_dot_snapshotd__pb2.DeclareMemberRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetImage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Source/GetImage',
+            snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.StoredImage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Send(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/snapshotd.v1.Source/Send',
+            snapshotd_dot_api_dot_snapshotd__pb2.SendRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.Progress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropImage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Source/DropImage',
+            snapshotd_dot_api_dot_snapshotd__pb2.DropImageRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.DropImageReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1604,6 +1736,352 @@ class Target:
             '/snapshotd.v1.Target/DeclareSourceDead',
             snapshotd_dot_api_dot_snapshotd__pb2.DeclareRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.ActivateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class JobStub:
+    """---------------------------------------------------------------- suspending and resuming a whole job
+
+    Explained in migrator/job_protocol.py. Asked of the coordinator of a suspension; `move` is the id of a job record.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Begin = channel.unary_unary(
+                '/snapshotd.v1.Job/Begin',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginJobRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginJobReply.FromString,
+                _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/snapshotd.v1.Job/Renew',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.RenewReply.FromString,
+                _registered_method=True)
+        self.Commit = channel.unary_unary(
+                '/snapshotd.v1.Job/Commit',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/snapshotd.v1.Job/Abort',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.AbortRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+                _registered_method=True)
+        self.GetOutcome = channel.unary_unary(
+                '/snapshotd.v1.Job/GetOutcome',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+                _registered_method=True)
+        self.Drop = channel.unary_unary(
+                '/snapshotd.v1.Job/Drop',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.AbortRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DropImageReply.FromString,
+                _registered_method=True)
+        self.List = channel.unary_unary(
+                '/snapshotd.v1.Job/List',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ListJobsRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ListJobsReply.FromString,
+                _registered_method=True)
+
+
+class JobServicer:
+    """---------------------------------------------------------------- suspending and resuming a whole job
+
+    Explained in migrator/job_protocol.py. Asked of the coordinator of a suspension; `move` is the id of a job record.
+    """
+
+    def Begin(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Renew(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Commit(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetOutcome(self, request, context):
+        """operator, node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drop(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def List(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_JobServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Begin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Begin,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginJobRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginJobReply.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.RenewReply.SerializeToString,
+            ),
+            'Commit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Commit,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.AbortRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.SerializeToString,
+            ),
+            'GetOutcome': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOutcome,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.SerializeToString,
+            ),
+            'Drop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drop,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.AbortRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DropImageReply.SerializeToString,
+            ),
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ListJobsRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ListJobsReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'snapshotd.v1.Job', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('snapshotd.v1.Job', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Job:
+    """---------------------------------------------------------------- suspending and resuming a whole job
+
+    Explained in migrator/job_protocol.py. Asked of the coordinator of a suspension; `move` is the id of a job record.
+    """
+
+    @staticmethod
+    def Begin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/Begin',
+            snapshotd_dot_api_dot_snapshotd__pb2.BeginJobRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.BeginJobReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/Renew',
+            snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.RenewReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Commit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/Commit',
+            snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/Abort',
+            snapshotd_dot_api_dot_snapshotd__pb2.AbortRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetOutcome(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/GetOutcome',
+            snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/Drop',
+            snapshotd_dot_api_dot_snapshotd__pb2.AbortRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.DropImageReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/List',
+            snapshotd_dot_api_dot_snapshotd__pb2.ListJobsRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.ListJobsReply.FromString,
             options,
             channel_credentials,
             insecure,

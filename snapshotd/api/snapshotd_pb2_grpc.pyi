@@ -203,6 +203,12 @@ class SourceStub:
     """operator"""
     DeclareMemberDead: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.DeclareMemberRequest, _snapshotd_pb2.Outcome]
     """operator"""
+    GetImage: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.StoredImage]
+    """operator"""
+    Send: _grpc.UnaryStreamMultiCallable[_snapshotd_pb2.SendRequest, _snapshotd_pb2.Progress]
+    """operator"""
+    DropImage: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.DropImageRequest, _snapshotd_pb2.DropImageReply]
+    """operator, node"""
 
 @_typing.type_check_only
 class SourceAsyncStub(SourceStub):
@@ -235,6 +241,12 @@ class SourceAsyncStub(SourceStub):
     """operator"""
     DeclareMemberDead: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.DeclareMemberRequest, _snapshotd_pb2.Outcome]  # type: ignore[assignment]
     """operator"""
+    GetImage: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.StoredImage]  # type: ignore[assignment]
+    """operator"""
+    Send: _aio.UnaryStreamMultiCallable[_snapshotd_pb2.SendRequest, _snapshotd_pb2.Progress]  # type: ignore[assignment]
+    """operator"""
+    DropImage: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.DropImageRequest, _snapshotd_pb2.DropImageReply]  # type: ignore[assignment]
+    """operator, node"""
 
 class SourceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -348,6 +360,30 @@ class SourceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.Outcome, _abc.Awaitable[_snapshotd_pb2.Outcome]]:
         """operator"""
+
+    @_abc_1.abstractmethod
+    def GetImage(
+        self,
+        request: _snapshotd_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.StoredImage, _abc.Awaitable[_snapshotd_pb2.StoredImage]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Send(
+        self,
+        request: _snapshotd_pb2.SendRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_snapshotd_pb2.Progress], _abc.AsyncIterator[_snapshotd_pb2.Progress]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def DropImage(
+        self,
+        request: _snapshotd_pb2.DropImageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.DropImageReply, _abc.Awaitable[_snapshotd_pb2.DropImageReply]]:
+        """operator, node"""
 
 def add_SourceServicer_to_server(servicer: SourceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
@@ -489,6 +525,118 @@ class TargetServicer(metaclass=_abc_1.ABCMeta):
         """operator"""
 
 def add_TargetServicer_to_server(servicer: TargetServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class JobStub:
+    """---------------------------------------------------------------- suspending and resuming a whole job
+
+    Explained in migrator/job_protocol.py. Asked of the coordinator of a suspension; `move` is the id of a job record.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> JobAsyncStub: ...
+    Begin: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.BeginJobRequest, _snapshotd_pb2.BeginJobReply]
+    """operator"""
+    Renew: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.RenewReply]
+    """operator"""
+    Commit: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.Outcome]
+    """operator"""
+    Abort: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.AbortRequest, _snapshotd_pb2.Outcome]
+    """operator"""
+    GetOutcome: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.Outcome]
+    """operator, node"""
+    Drop: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.AbortRequest, _snapshotd_pb2.DropImageReply]
+    """operator"""
+    List: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.ListJobsRequest, _snapshotd_pb2.ListJobsReply]
+    """operator"""
+
+@_typing.type_check_only
+class JobAsyncStub(JobStub):
+    """---------------------------------------------------------------- suspending and resuming a whole job
+
+    Explained in migrator/job_protocol.py. Asked of the coordinator of a suspension; `move` is the id of a job record.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Begin: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.BeginJobRequest, _snapshotd_pb2.BeginJobReply]  # type: ignore[assignment]
+    """operator"""
+    Renew: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.RenewReply]  # type: ignore[assignment]
+    """operator"""
+    Commit: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.Outcome]  # type: ignore[assignment]
+    """operator"""
+    Abort: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.AbortRequest, _snapshotd_pb2.Outcome]  # type: ignore[assignment]
+    """operator"""
+    GetOutcome: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.Outcome]  # type: ignore[assignment]
+    """operator, node"""
+    Drop: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.AbortRequest, _snapshotd_pb2.DropImageReply]  # type: ignore[assignment]
+    """operator"""
+    List: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.ListJobsRequest, _snapshotd_pb2.ListJobsReply]  # type: ignore[assignment]
+    """operator"""
+
+class JobServicer(metaclass=_abc_1.ABCMeta):
+    """---------------------------------------------------------------- suspending and resuming a whole job
+
+    Explained in migrator/job_protocol.py. Asked of the coordinator of a suspension; `move` is the id of a job record.
+    """
+
+    @_abc_1.abstractmethod
+    def Begin(
+        self,
+        request: _snapshotd_pb2.BeginJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.BeginJobReply, _abc.Awaitable[_snapshotd_pb2.BeginJobReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Renew(
+        self,
+        request: _snapshotd_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.RenewReply, _abc.Awaitable[_snapshotd_pb2.RenewReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Commit(
+        self,
+        request: _snapshotd_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.Outcome, _abc.Awaitable[_snapshotd_pb2.Outcome]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Abort(
+        self,
+        request: _snapshotd_pb2.AbortRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.Outcome, _abc.Awaitable[_snapshotd_pb2.Outcome]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def GetOutcome(
+        self,
+        request: _snapshotd_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.Outcome, _abc.Awaitable[_snapshotd_pb2.Outcome]]:
+        """operator, node"""
+
+    @_abc_1.abstractmethod
+    def Drop(
+        self,
+        request: _snapshotd_pb2.AbortRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.DropImageReply, _abc.Awaitable[_snapshotd_pb2.DropImageReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def List(
+        self,
+        request: _snapshotd_pb2.ListJobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.ListJobsReply, _abc.Awaitable[_snapshotd_pb2.ListJobsReply]]:
+        """operator"""
+
+def add_JobServicer_to_server(servicer: JobServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class PeerStub:
     @_typing.overload

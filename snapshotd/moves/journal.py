@@ -117,7 +117,7 @@ class MoveLog:
 
     @property
     def last_mark(self) -> Mark:
-        return self.known.mark or (Mark.BEGUN if self.begin.role == "source" else Mark.PREPARED)
+        return self.known.mark or (Mark.BEGUN if self.begin.role in {"source", "job"} else Mark.PREPARED)
 
     @property
     def committed(self) -> bool:

@@ -26,6 +26,7 @@ class Node:
     reserve: Reserve
     ranks: Ranks
     store: ImageStore
+    suspended: ImageStore  # images of suspended ranks, on a disk
     carry: Carry
     gpus: Gpus
     connect: Callable[[str, str], Channel]  # a new connection to the daemon of (node, endpoint)

@@ -32,7 +32,7 @@ class Begin(msgspec.Struct, frozen=True):
     """What a daemon must know about a move for as long as it may have to be settled."""
 
     move: str
-    role: str  # "source" | "target" | "peer" | "gate"
+    role: str  # "source" | "target" | "peer" | "gate" | "job": the coordinator of a suspension or resumption
     rank_uid: str
     job: str
     rank: int
@@ -45,6 +45,10 @@ class Begin(msgspec.Struct, frozen=True):
     begun_unix_s: float
     lease_s: float = 0.0
     user_id: int = -1  # whose job it is: a job is named by user and name; -1: an older version did not journal it
+    # A rank that is suspended (role "source") or resumed ("target") with its job: whose record decides. Empty: a move alone
+    coordinator: str = ""
+    coordinator_node: str = ""
+    coordinator_endpoint: str = ""
 
     def same_request(self, other: Begin) -> bool:
         """Whether two Begins ask for the same move. Time, boot id, lease and nonce may differ; a target makes a new nonce."""
@@ -206,6 +210,26 @@ class SocketOptions(msgspec.Struct, frozen=True):
     reuse_address: list[int] = []  # inodes of connections with SO_REUSEADDR, which a criu that is killed resets
 
 
+class JobPart(msgspec.Struct, frozen=True):
+    """One rank of a job that is suspended or resumed."""
+
+    rank_uid: str
+    rank: int
+    move: str
+    node: str
+    endpoint: str
+    image: str = ""  # of a resumption: the rank's move in the suspension, and the node that has its image
+    image_node: str = ""
+    image_endpoint: str = ""
+
+    @classmethod
+    def of(cls, part: pb.Participant) -> JobPart:
+        return cls(**{name: getattr(part, name) for name in cls.__struct_fields__})
+
+    def to_proto(self) -> pb.Participant:
+        return pb.Participant(**msgspec.structs.asdict(self))
+
+
 class PeerSocket(msgspec.Struct, frozen=True):
     """The peer's socket of one connection of the rank. Pairs are (local, remote) as this socket has them."""
 
@@ -292,6 +316,15 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     # gate
     gate_processes: list[GateProcess] = msgspec.field(default_factory=list, name="processes")
 
+    # job
+    participants: list[JobPart] = []
+    suspension: str = ""  # the record of the suspension that this one resumes; empty: it is a suspension
+
+    # source of a rank that was suspended
+    resumed_node: str = ""  # where its image was last sent
+    resumed_endpoint: str = ""
+    dropped: str = ""  # why its image was dropped: the record that resumed the job, or an operator's reason
+
     @property
     def root(self) -> Process:
         return Process(self.pid, self.start_ticks)
@@ -346,6 +379,11 @@ class Fields(TypedDict, total=False):
     socket_timers: list[SocketTimers]
     peer_sockets: list[PeerSocket]
     gate_processes: list[GateProcess]
+    participants: list[JobPart]
+    suspension: str
+    resumed_node: str
+    resumed_endpoint: str
+    dropped: str
 
 
 _NAMES_ON_DISK = {field.name: field.encode_name for field in msgspec.structs.fields(MoveRecord)}

@@ -18,6 +18,8 @@ def where_of(log: MoveLog) -> Where:
 
 
 def _on_source(log: MoveLog) -> Where:
+    if log.committed and log.begin.coordinator:
+        return Where.SUSPENDED
     if log.committed:
         return Where.TARGET_RUNNING if log.last_mark is Mark.SETTLED else Where.TARGET_HELD
     if log.outcome is not None or log.last_mark is Mark.BEGUN:

@@ -87,6 +87,8 @@ class Places:
     def counterpart(self, ip: str) -> str:
         """The target's address that replaces `ip` of the source. Raises Unclear."""
         self.node_of(ip)
+        if self.source == self.target:
+            return ip
         if network := self._network_of(self.source, ip):
             return self._named(network, ip)
         version = ipaddress.ip_address(ip).version

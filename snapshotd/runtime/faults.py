@@ -73,6 +73,13 @@ class Point(StrEnum):
     ATTACHED = "attached"  # the communicators on this node are built again
     ATTACH = "attach"  # those of all members are built again
     BEFORE_OPEN = "before-open"
+    BEFORE_JOB_BEGIN = "before-job-begin"  # the coordinator of a suspension or resumption
+    JOB_BEGIN = "job-begin"
+    BEFORE_JOB_COMMIT = "before-job-commit"
+    JOB_COMMIT = "job-commit"
+    BEFORE_JOB_ABORT = "before-job-abort"
+    BEFORE_SEND = "before-send"
+    SEND = "send"  # the image of a suspended rank is on its target
 
 
 _folder: Path | None = None

@@ -210,6 +210,15 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         outcome.abandoned = True
         return outcome
 
+    def GetImage(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.StoredImage:
+        raise NotImplementedError
+
+    def Send(self, request: pb.SendRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
+        raise NotImplementedError
+
+    def DropImage(self, request: pb.DropImageRequest, context: grpc.ServicerContext) -> pb.DropImageReply:
+        raise NotImplementedError
+
     def _outcome(self, move: str) -> pb.Outcome:
         record = self.record(move)
         return pb.Outcome(kind=record.outcome, token=b"token" if record.outcome else b"", where=record.where)

@@ -44,7 +44,7 @@ async def test_communicators_are_built_before_commit_is_recorded(
 ) -> None:
     monkeypatch.setattr(communicators, "down", lambda moving: True)
     marks: Any = SimpleNamespace(
-        begin=SimpleNamespace(target_node="c"),
+        begin=SimpleNamespace(target_node="c", coordinator=""),
         record=SimpleNamespace(abandoned=False),
         mark=lambda *_, **__: None,
         last_mark=Mark.SETTLED,
@@ -60,7 +60,7 @@ async def test_commit_is_not_recorded_before_the_communicators_are_built(monkeyp
     marked: dict[str, bool] = {}
     monkeypatch.setattr(communicators, "down", lambda moving: not marked)
     log: Any = SimpleNamespace(
-        begin=SimpleNamespace(target_node="c"),
+        begin=SimpleNamespace(target_node="c", coordinator=""),
         record=SimpleNamespace(abandoned=False),
         mark=lambda *_, **fields: marked.update(fields),
         last_mark=Mark.SETTLED,

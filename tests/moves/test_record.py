@@ -18,6 +18,7 @@ from snapshotd.moves.record import (
     ClusterNode,
     Fields,
     GateProcess,
+    JobPart,
     JournalledProcess,
     Member,
     MoveRecord,
@@ -113,6 +114,13 @@ def test_old_peer_and_gate_journals_are_read(old: Path) -> None:
     gate = Journal(old / "gate").get("m-000000000005")
     assert gate.last_mark is Mark.GATED
     assert gate.record.gate_processes == [GateProcess("job-2-aa", 2, 9, 7070, 1111)]
+
+
+def test_job_record_is_read(old: Path) -> None:
+    log = Journal(old / "job").get("m-000000000006")
+    assert (log.last_mark, log.whole().suspension) == (Mark.SETTLED, "m-000000000009")
+    nodes = ("spare-1", "10.0.0.3:7070", "m-000000000008", "node-1", "10.0.0.1:7070")
+    assert log.whole().participants == [JobPart("job-3-1f", 3, "m-000000000007", *nodes)]
 
 
 def test_old_journal_has_every_key_that_was_ever_written() -> None:

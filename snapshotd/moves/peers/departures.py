@@ -114,7 +114,13 @@ class Departures:
         if asked_before >= CHAIN_MAX:
             raise Denied(f"rank {uid} has moved too often for node {self.node.config.node} to know where it is")
         request = pb.DepartureRequest(rank_uid=uid, holder=holder, asked_before=asked_before + 1)
-        async with self.node.client(last.begin.target_node, last.begin.target_endpoint) as client:
+        next_node, next_endpoint = last.begin.target_node, last.begin.target_endpoint
+        if last.begin.coordinator:  # it was suspended here, and is where its image was sent
+            record = await in_thread(last.whole)
+            next_node, next_endpoint = record.resumed_node, record.resumed_endpoint
+            if holder == next_node:
+                return
+        async with self.node.client(next_node, next_endpoint) as client:
             await client.peer.ConfirmDeparture(request, timeout_s=ASK_S)
 
     def _announced_to_peer(self, uid: str, holder: str) -> set[Address]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.addresses import split_address
@@ -27,21 +27,20 @@ Opening = asyncio.Task[Sequence[Stream]]
 
 
 @asynccontextmanager
-async def opened_beside(node: Node, begin: Begin) -> AsyncIterator[Opening]:
+async def opened_beside(streams: AbstractAsyncContextManager[Sequence[Stream]]) -> AsyncIterator[Opening]:
     """Opens the channel while the caller does something else, and ends its streams if the caller does not come to use them.
     Ending them twice is harmless."""
     async with AsyncExitStack() as channel:
-        opening = asyncio.create_task(channel.enter_async_context(streams_to_target(node, begin)))
+        opening = asyncio.create_task(channel.enter_async_context(streams))
         try:
             yield opening
         finally:
             opening.cancel()
             await asyncio.wait([opening])
             if not opening.cancelled() and opening.exception() is None:
-                streams = opening.result()
-                for stream in streams:
+                for stream in opening.result():
                     stream.cancel()
-                await asyncio.gather(*(stream.ended() for stream in streams), return_exceptions=True)
+                await asyncio.gather(*(stream.ended() for stream in opening.result()), return_exceptions=True)
 
 
 @asynccontextmanager

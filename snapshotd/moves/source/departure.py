@@ -61,6 +61,8 @@ class Departure:
         if moving.offload is not None:
             await moving.offload.close()
         await Dump.sweep(self.node, move_log)
+        if move_log.begin.coordinator:
+            await in_thread(self.node.suspended.drop, move_log.move)
         entry = self.own_entry(move_log)
         group = Cgroup(Path(move_log.record.cgroup))
         here = move_log.begin.boot_id == host.boot_id() and group.exists()
@@ -155,6 +157,8 @@ class Departure:
             await in_thread(self.node.carry.remember, move_log.record.carried, User(*move_log.record.rank_user))
         await in_thread(closed_files.leave, self.node, move_log)
         await Dump.sweep(self.node, move_log)
+        if move_log.begin.coordinator and role == "home" and entry is not None and not entry.keeper_alive():
+            await in_thread(self.node.ranks.bury, entry)  # it was killed after the coordinator had asked for it
         await self._close(moving, await self._sent_bytes(moving))
         await self._admit_new_connections(move_log)
         await reach(Point.RELEASE)
@@ -162,7 +166,7 @@ class Departure:
     async def _admit_new_connections(self, move_log: MoveLog) -> None:
         """Admits new connections to the rank's former address once they are forwarded, at the latest after FORWARD_S."""
         if move_log.record.new_connections_held:
-            if move_log.begin.rank_uid in self._forwarded:
+            if move_log.begin.rank_uid in self._forwarded or move_log.begin.coordinator:
                 await in_thread(new_connections.admit, move_log)
             else:
                 task = asyncio.create_task(self._admit_later(move_log), name=f"new connections of {move_log.move}")

@@ -27,7 +27,6 @@ from snapshotd.criu import links, session
 from snapshotd.files.as_user import User, user_of_rank
 from snapshotd.files.held import Held, open_held
 from snapshotd.keepers.ranks import RankEntry
-from snapshotd.moves import image_seal
 from snapshotd.moves.closed_files import Ahead
 from snapshotd.moves.description import FILE, ImageDescription
 from snapshotd.moves.device import stripe_files
@@ -39,6 +38,7 @@ from snapshotd.moves.rules import Mark
 from snapshotd.moves.source import closed_files
 from snapshotd.moves.source.channel import Opening, opened_beside
 from snapshotd.moves.source.describe import describe
+from snapshotd.moves.source.sink import sink_of
 from snapshotd.proc import cgroup, deleted, host, tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.runtime import metrics
@@ -73,6 +73,7 @@ class Dump:
     ) -> None:
         self.node, self.log, self.entry, self.facts, self.offload = node, move_log, entry, facts, offload
         self.ahead = ahead
+        self.sink = sink_of(node, move_log, facts)
         self.images = images_folder(node, move_log.move)
         self.began_s = host.boottime_s()
         self.dump_seconds = 0.0
@@ -124,16 +125,10 @@ class Dump:
             raise RankGone(f"rank {begin.rank} ended before the dump", where=Where.UNKNOWN)
         await reach(Point.BEFORE_DUMP)
         self.expected = self.entry.memory_bytes() + self.log.record.offloaded_bytes
-        async with opened_beside(self.node, begin) as opening:  # while the rank is looked at, and while criu starts
+        async with opened_beside(self.sink.streams()) as opening:  # while the rank is looked at, and while criu starts
             files = await self._dump_and_send(pids, opening)
-        with span("sign"):
-            signature = await in_thread(image_seal.sign, self.node.credentials, image_seal.statement(begin, files))
-        request = pb.SealRequest(move=begin.move, files=files, signature=signature)
-        with span("seal"):
-            async with self.node.client(begin.target_node, begin.target_endpoint) as client:
-                sealed = await client.target.Seal(request, timeout_s=60)
-        if sealed.damaged:
-            raise Damaged(f"these images arrived damaged: {', '.join(sealed.damaged)}", where=Where.SOURCE_FROZEN)
+        if damaged := await self.sink.seal(files):
+            raise Damaged(f"these images arrived damaged: {', '.join(damaged)}", where=Where.SOURCE_FROZEN)
 
     async def _dump_and_send(self, pids: list[int], opening: Opening) -> list[pb.ImageFile]:
         """Returns what the target has to find."""

@@ -14,8 +14,10 @@ from dataclasses import replace
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import NotFound, RankGone, SnapshotError, Where
-from snapshotd.moves import rules
+from snapshotd.moves import job_rules, rules
 from snapshotd.moves.device import stripe_files
+from snapshotd.moves.job_rules import Answer, Part, StoreDecision, StoreFacts
+from snapshotd.moves.jobs import asking
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import communicators
@@ -23,6 +25,7 @@ from snapshotd.moves.nccl.communicators import Communicators
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import OutcomeRecord
 from snapshotd.moves.rules import CopyState, Mark, Outcome, SourceDecision, SourceFacts
+from snapshotd.moves.source import suspended
 from snapshotd.moves.source.departure import Departure
 from snapshotd.moves.steps import Steps, settle_loop
 from snapshotd.moves.where import where_of
@@ -98,6 +101,9 @@ class SourceSettling(Steps):
     async def settle_once(self, moving: Moving) -> None:
         """Carries out decisions of the rules. The caller holds the move's lock."""
         move_log = moving.log
+        if move_log.begin.coordinator:
+            await self._settle_suspended(moving)
+            return
         for _ in range(4):  # a decision can make the next one possible; more than this is left to the next round
             facts = await self._gather(moving)
             decision, reason = rules.source_next(facts)
@@ -125,6 +131,40 @@ class SourceSettling(Steps):
                     if move_log.last_mark is not Mark.SETTLED:
                         await self.departure.thaw(moving)
                     return
+                case _:
+                    return
+
+    async def _settle_suspended(self, moving: Moving) -> None:
+        """The same for a rank that is suspended with its job: the coordinator's record decides."""
+        move_log = moving.log
+        for _ in range(3):
+            said, why = Answer.UNDECIDED, ""
+            if move_log.outcome is None:
+                said, why = await asking.ask(self.node, move_log.begin)
+            facts = StoreFacts(
+                mark=move_log.last_mark,
+                outcome=move_log.outcome.outcome if move_log.outcome is not None else None,
+                copy_exists=suspended.copy_exists(move_log, self.departure.own_entry(move_log)),
+                interrupted=moving.interrupted,
+                lease_expired=moving.lease_expired,
+                coordinator=said,
+            )
+            decision, reason = job_rules.store_next(facts)
+            moving.waiting_for = f"{reason}: {why}" if why else reason
+            match decision:
+                case StoreDecision.RECORD_ABORT:
+                    await self.stop_streaming(moving)
+                    if not suspended.decides_alone(move_log) and said is not Answer.ABORT:
+                        return  # a whole image was stored meanwhile
+                    await self.record(moving, Outcome.ABORT, why or reason, "source")
+                case StoreDecision.RECORD_COMMIT:
+                    await self.record(moving, Outcome.COMMIT, why or reason, "coordinator")
+                case StoreDecision.THAW:
+                    await self.departure.thaw(moving)
+                case StoreDecision.RELEASE:
+                    await self.departure.release(moving)
+                    if move_log.last_mark is not Mark.SETTLED:
+                        return
                 case _:
                     return
 
@@ -201,11 +241,22 @@ class SourceSettling(Steps):
             moving.streaming.cancel()
             await asyncio.gather(moving.streaming, return_exceptions=True)
 
+    def _part_of(self, move_log: MoveLog) -> Part:
+        """What the coordinator of a job that is suspended is told about this rank."""
+        if not move_log.begin.coordinator:
+            return Part.WORKING
+        if move_log.ended_unix_s:
+            return Part.DONE
+        outcome = move_log.outcome.outcome if move_log.outcome is not None else None
+        exists = suspended.copy_exists(move_log, self.departure.own_entry(move_log))
+        return job_rules.store_answer(move_log.last_mark, outcome, copy_exists=exists)
+
     def outcome_of(self, moving: Moving) -> pb.Outcome:
         """The outcome that stands, with its token, and where the rank is."""
         move_log, decided, where = moving.log, moving.log.outcome, where_of(moving.log)
+        stored = self._part_of(move_log) is Part.READY
         if decided is None:
-            return pb.Outcome(kind=pb.UNDECIDED, where=where.value)
+            return pb.Outcome(kind=pb.UNDECIDED, where=where.value, stored=stored)
         reason = decided.reason
         if decided.outcome is Outcome.ABORT and move_log.known.pid:
             reason = "; ".join(filter(None, (reason, moving.failure)))
@@ -221,4 +272,5 @@ class SourceSettling(Steps):
             where=where.value,
             settled=move_log.last_mark is Mark.SETTLED,
             abandoned=move_log.known.abandoned,
+            stored=stored,
         )

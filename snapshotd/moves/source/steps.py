@@ -36,7 +36,7 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections
 from snapshotd.moves.record import Begin, ClusterNode
 from snapshotd.moves.rules import CopyState, Mark, Outcome
-from snapshotd.moves.source import closed_files, freeze, inspection
+from snapshotd.moves.source import closed_files, freeze, inspection, suspended
 from snapshotd.moves.source.dump import Dump
 from snapshotd.moves.source.settling import SourceSettling
 from snapshotd.moves.steps import late, must_be_at, step
@@ -72,6 +72,8 @@ class SourceSteps(SourceSettling):
         with span("find connections"):
             rewires, more = await in_thread(connections.look, entry.group.pids(), places)
         checks += more
+        if request.suspend:
+            checks += await suspended.checks(entry, looked.facts)
         other = self._pending(entry.group.pids())
         if entry.moving or other:
             whose = f"move {entry.moving} of this rank" if entry.moving else f"move {other} of a rank it talks to"
@@ -100,8 +102,11 @@ class SourceSteps(SourceSettling):
         entry = self.node.ranks.here(request.rank_uid)
         if entry.moving:
             raise Busy(f"rank {entry.rank} is being moved already ({entry.moving})", where=Where.SOURCE_RUNNING)
-        if len(request.nonce) < 16 or not 1 <= request.lease_s <= 3600:
+        suspends = request.HasField("coordinator")
+        if (len(request.nonce) < 16 and not suspends) or not 1 <= request.lease_s <= 3600:
             raise Usage("a move begins with the target's nonce and a lease of 1 to 3600 s")
+        if suspends:
+            check_move_id(request.coordinator.record)
         await reach(Point.BEFORE_BEGIN)
         config = self.node.config
         begin = Begin(
@@ -112,13 +117,16 @@ class SourceSteps(SourceSettling):
             rank=entry.rank,
             source_node=config.node,
             source_endpoint=config.advertise,
-            target_node=request.target_node,
-            target_endpoint=request.target_endpoint,
+            target_node=config.node if suspends else request.target_node,
+            target_endpoint=config.advertise if suspends else request.target_endpoint,
             nonce=request.nonce.hex(),
             boot_id=host.boot_id(),
             begun_unix_s=time.time(),
             lease_s=request.lease_s,
             user_id=entry.user_id,
+            coordinator=request.coordinator.record,
+            coordinator_node=request.coordinator.node,
+            coordinator_endpoint=request.coordinator.endpoint,
         )
         entry.moving = request.move
         self.departure.begins(entry.uid)
@@ -140,6 +148,9 @@ class SourceSteps(SourceSettling):
         self.settle_all()
         looked = self._inspected.take(entry) or await inspection.look(self.node, entry)
         moving.facts, moving.scope = looked.facts, looked.scope
+        if suspends:
+            needed_bytes = moving.facts.memory_bytes + moving.facts.carried_bytes
+            await in_thread(self.node.suspended.create, request.move, needed_bytes)
         await reach(Point.BEGIN)
         return pb.BeginReply()
 
@@ -223,6 +234,7 @@ class SourceSteps(SourceSettling):
         moving = self.moving(move)
         async with self.ending(moving, "commit"):
             if moving.log.outcome is None:
+                suspended.must_not_be(moving.log, "its coordinator commits")
                 if not rules.proves(receipt, moving.log.nonce, "HELD", move):
                     raise WrongState("the target's receipt for a held copy is missing", where=Where.SOURCE_FROZEN)
                 must_be_at(moving, {Mark.STREAMED})
@@ -251,7 +263,7 @@ class SourceSteps(SourceSettling):
             await self.stop_streaming(moving)
             if moving.log.outcome is None:
                 await reach(Point.BEFORE_ABORT)
-                if moving.log.copy_exists() and not moving.restarted:
+                if suspended.decides_alone(moving.log) and moving.log.copy_exists() and not moving.restarted:
                     await self.record(moving, Outcome.ABORT, reason, by)
                     await reach(Point.ABORT)
                 moving.lease_given_up = True
@@ -278,7 +290,8 @@ class SourceSteps(SourceSettling):
         moving = self.moving(move)
         async with self.ending(moving, "abort"):
             await self.stop_streaming(moving)
-            await self.record(moving, Outcome.ABORT, reason, "source")
+            if suspended.decides_alone(moving.log):
+                await self.record(moving, Outcome.ABORT, reason, "source")
             await self.settle_once(moving)
 
     @step
@@ -304,6 +317,7 @@ class SourceSteps(SourceSettling):
     async def declare_target_dead(self, move: str, by: str) -> pb.Outcome:
         """An operator declares that the target is dead: the frozen copy continues, or its keeper learns that it is gone."""
         moving = self.moving(move)
+        suspended.must_not_be(moving.log, "it has no target")
         state = await self.ask_target(moving.log)
         if state in {CopyState.RECEIVING, CopyState.HELD, CopyState.RUNNING, CopyState.ENDED}:
             raise WrongState(f"the target answers that its copy is {state}: it is not dead", where=Where.UNKNOWN)

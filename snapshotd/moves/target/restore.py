@@ -32,7 +32,7 @@ from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, socket_options
 from snapshotd.moves.peers.forwarding import moved_listeners
-from snapshotd.moves.record import Begin, Fields, JournalledProcess, NcclProcess
+from snapshotd.moves.record import Begin, ClusterNode, Fields, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.target import comparison, guest_keeper
 from snapshotd.moves.tree_facts import TreeFacts
@@ -83,11 +83,11 @@ class Restore:
     ) -> Fields:
         begin = self.log.begin
         user = next(one.credentials for one in described.processes if one.pid == image.root)
-        rewires = image.rewires
+        rewires, nodes = self._connections(image)
         await in_thread(self.log.mark, Mark.RESTORING, filtered=bool(rewires))
         with span("filter"):
             await in_thread(connections.hold, begin.move, rewires, on_target=True)
-        meeting = asyncio.create_task(in_thread(connections.meet, rewires, image.nodes))
+        meeting = asyncio.create_task(in_thread(connections.meet, rewires, nodes))
         with span("rewrite sockets"):
             rewritten = await in_thread(connections.rewrite, folder, rewires)
         group = cgroup_for_guest(begin.rank_uid, begin.move)
@@ -161,6 +161,13 @@ class Restore:
             nccl_processes=nccl,
             keeper_role="guest",
         )
+
+    def _connections(self, image: ImageDescription) -> tuple[list[pb.Rewire], list[ClusterNode]]:
+        """The rewirings, and the nodes of the cluster. Those of a job that is resumed were planned in Prepare: when the image
+        was made, the targets were not known."""
+        if self.log.begin.coordinator:
+            return self.log.record.rewires, self.log.record.nodes
+        return image.rewires, image.nodes
 
     async def _place_and_mend(self, folder: Path, image: ImageDescription) -> None:
         """Places carried files and corrects criu's images. At the same time, because the child that places takes a moment to
@@ -261,11 +268,12 @@ class Restore:
             restored_by=begin.move,
         )
         relay_keys.take_over(entry, image.relay_keys or [image.relay_key])
-        entry.nodes = [node.to_list() for node in image.nodes]
+        rewires, nodes = self._connections(image)
+        entry.nodes = [node.to_list() for node in nodes]
         entry.former = moved_listeners(
             image.former,
-            image.rewires,
-            Places.of([node.to_proto() for node in image.nodes], begin.source_node, begin.target_node),
+            rewires,
+            Places.of([node.to_proto() for node in nodes], begin.source_node, begin.target_node),
             leaves_home=begin.source_node == entry.home_node,
             comes_home=begin.target_node == entry.home_node,
         )

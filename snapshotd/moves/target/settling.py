@@ -14,6 +14,8 @@ from snapshotd.api.addresses import split_address
 from snapshotd.api.errors import Damaged, NotFound, SnapshotError, Where, WrongState
 from snapshotd.keepers.relay import Relays
 from snapshotd.moves import rules
+from snapshotd.moves.job_rules import Answer
+from snapshotd.moves.jobs import asking
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
@@ -108,6 +110,9 @@ class TargetSettling(Steps):
                         await in_thread(connections.let_go, moving.log)  # its connections end with it
                         await self._forget_images(moving.log.move)
                     elif moving.log.last_mark is not Mark.DISCARDED:
+                        entry = self.node.ranks.get(moving.log.begin.rank_uid, "guest")
+                        if moving.log.begin.coordinator and entry is not None:  # no other copy of the rank goes on
+                            await self.node.lost(entry)
                         await self._discard(moving)
                     moving.done = True
                     return
@@ -115,6 +120,8 @@ class TargetSettling(Steps):
     async def _ask_source(self, moving: Moving) -> bool:
         """Asks how the move ended. Returns True when the answer was recorded."""
         begin = moving.log.begin
+        if begin.coordinator:
+            return await self._ask_coordinator(moving)
         try:
             async with self.node.client(begin.source_node, begin.source_endpoint) as client:
                 answer = await client.source.GetOutcome(pb.MoveRequest(move=begin.move), timeout_s=5)
@@ -143,6 +150,21 @@ class TargetSettling(Steps):
         if not never_begun and not rules.proves(answer.token, moving.log.nonce, outcome.value, begin.move):
             raise Damaged(f"the source's token for {outcome} is wrong", where=Where.TARGET_HELD)
         await self.learn(moving, outcome, answer.reason, "source", abandoned=answer.abandoned)
+        return True
+
+    async def _ask_coordinator(self, moving: Moving) -> bool:
+        """The copy is one of a job that is resumed: the coordinator's record decides. Returns True when it was learnt."""
+        said, why = await asking.ask(self.node, moving.log.begin)
+        match said:
+            case Answer.COMMIT:
+                await self.learn(moving, Outcome.COMMIT, why, "coordinator")
+            case Answer.ABORT:
+                await self.learn(moving, Outcome.ABORT, why, "coordinator")
+            case Answer.UNKNOWN if moving.log.last_mark is not Mark.HELD:
+                await self.learn(moving, Outcome.ABORT, why, "target")  # it cannot commit without a held copy here
+            case _:
+                moving.waiting_for = f"the coordinator's record decides ({said}): {why}"
+                return False
         return True
 
     def _never_began(self, moving: Moving) -> bool:

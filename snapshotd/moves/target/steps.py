@@ -37,7 +37,7 @@ from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import CopyState, Mark, Outcome
 from snapshotd.moves.steps import must_be_at, step
-from snapshotd.moves.target import gpus
+from snapshotd.moves.target import gpus, resumed
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.settling import TargetSettling, facts_of
 from snapshotd.moves.target.source_signature import SourceSignatures
@@ -90,8 +90,10 @@ class TargetSteps(TargetSettling):
         facts, config = request.facts, self.node.config
         check_rank_uid(facts.rank.uid)
         identity = _identity(facts)
-        if facts.source_node == config.node:
+        resumes = request.HasField("coordinator")
+        if facts.source_node == config.node and not resumes:
             raise Usage("a rank cannot be moved to the node it is on")
+        rewires, nodes = await in_thread(resumed.planned, request) if resumes else ([], [])
         if not config.allow_root_ranks and 0 in facts.user_ids:
             raise Refused(
                 "root-rank: the rank runs as root, which this node does not allow", remedy=preflight.ROOT_REMEDY
@@ -101,7 +103,10 @@ class TargetSteps(TargetSettling):
             if same and older.last_mark is not Mark.SETTLED:
                 raise Busy(f"move {older.move} of this rank away from here is not cleaned up yet")
         with span("meet source"):
-            await self._check_source(facts.source_node, request)
+            if resumes:
+                await resumed.check_coordinator(self.node, request.coordinator)
+            else:
+                await self._check_source(facts.source_node, request)
             await self._signatures.meet(facts.source_node, request.source_endpoint)
         await reach(Point.BEFORE_PREPARE)
         async with self._choosing:  # two moves that begin at the same time get different GPUs
@@ -122,6 +127,9 @@ class TargetSteps(TargetSettling):
                 boot_id=host.boot_id(),
                 begun_unix_s=time.time(),
                 user_id=facts.rank.user_id,
+                coordinator=request.coordinator.record,
+                coordinator_node=request.coordinator.node,
+                coordinator_endpoint=request.coordinator.endpoint,
             )
             move_log = await in_thread(self.journal.begin, begin)
             reserved = [new for old, new in pairs if old in used]
@@ -133,6 +141,8 @@ class TargetSteps(TargetSettling):
                 gpus_by_index=pairing.keeps_indices(facts.gpu),
                 user_ids=sorted(set(facts.user_ids)),
                 identity=identity,
+                rewires=rewires,
+                nodes=nodes,
             )
         self.track(move_log)
         with span("start spares"):
@@ -232,8 +242,13 @@ class TargetSteps(TargetSettling):
 
     @step
     async def activate(self, move: str, token: bytes, *, abandoned: bool = False) -> pb.ActivateReply:
-        """With the source's token for COMMIT: lets the copy here run."""
+        """With the source's token for COMMIT: lets the copy here run. A copy of a job that is resumed needs no token: its
+        coordinator is asked."""
         moving = self.moving(move)
+        if moving.log.begin.coordinator:
+            async with self.ending(moving, "activate"):
+                await self.settle_once(moving)
+                return pb.ActivateReply(running=moving.log.last_mark is Mark.ACTIVATED)
         if not rules.proves(token, moving.log.nonce, "COMMIT", move):
             raise Denied(
                 f"that is not the source's COMMIT token for move {move}",
@@ -253,6 +268,10 @@ class TargetSteps(TargetSettling):
         if self.journal.find(move) is None:
             return pb.DiscardReply()
         moving = self.moving(move)
+        if moving.log.begin.coordinator:
+            async with self.ending(moving, "abort"):
+                await self.settle_once(moving)
+                return pb.DiscardReply()
         if operator and not token:
             await self._end_unbegun(moving, operator)
             return pb.DiscardReply()
@@ -297,6 +316,8 @@ class TargetSteps(TargetSettling):
     async def declare_source_dead(self, move: str, by: str) -> pb.ActivateReply:
         """An operator declares that the source is dead: the held copy continues here; an incomplete one is dropped."""
         moving = self.moving(move)
+        if moving.log.begin.coordinator:
+            raise WrongState(f"{move} resumes a rank with its job: only its coordinator decides", where=Where.UNKNOWN)
         async with self.ending(moving, "recover"):
             if await self._source_answers(moving.log.begin):
                 raise WrongState(f"the source answers and knows move {move}: it is not dead", where=Where.UNKNOWN)

@@ -28,6 +28,7 @@ from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.proc import meminfo
 from snapshotd.transport.image.chunk_list import Chunks, is_complete
 from snapshotd.transport.image.frame import IMAGE_NAME, MAX_FILE_BYTES, Frame
+from snapshotd.transport.image.sync import sync_files, sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +68,9 @@ class _Receiving:
 class ImageStore:
     """All images on this node, by move."""
 
-    def __init__(self, image_dir: Path) -> None:
-        self._root = image_dir
+    def __init__(self, image_dir: Path, *, on_disk: bool = False) -> None:
+        """`on_disk`: for images that are kept. They must not be limited by the machine's memory, and survive a reboot."""
+        self._root, self._on_disk = image_dir, on_disk
         self._lock = threading.Lock()
         self._receiving: dict[str, _Receiving] = {}
         self._sealed: dict[str, str] = {}  # move -> the sealed list of files
@@ -158,7 +160,12 @@ class ImageStore:
             fresh = directory / (_SEAL_NAME + "-fresh")
             fresh.touch(mode=0o600)
             fresh.write_text(summary)
+            if self._on_disk:
+                sync_files(directory)
             fresh.rename(directory / _SEAL_NAME)
+            if self._on_disk:
+                sync_folder(directory)
+                sync_folder(self._root)
         except OSError as error:
             with receiving.changed:
                 receiving.closed = False
@@ -172,6 +179,11 @@ class ImageStore:
         """Whether the move's images are complete and verified; known after a restart of the daemon too."""
         with self._lock:
             return move in self._sealed
+
+    def moves(self) -> set[str]:
+        """The moves of which anything is here."""
+        with self._lock:
+            return {*self._receiving, *self._sealed, *self._leftovers}
 
     def path(self, move: str) -> Path:
         """The directory with the move's images, for CRIU."""
@@ -320,7 +332,8 @@ class ImageStore:
     def _free_bytes(self) -> int:
         """The smaller of the tmpfs limit and the available memory: a tmpfs may be larger than the machine's memory."""
         storage = os.statvfs(self._root)
-        return min(storage.f_bavail * storage.f_frsize, meminfo.available_bytes())
+        free_bytes = storage.f_bavail * storage.f_frsize
+        return free_bytes if self._on_disk else min(free_bytes, meminfo.available_bytes())
 
 
 def _drop_unlisted(receiving: _Receiving, listed: Container[str]) -> None:

@@ -1,0 +1,245 @@
+"""`migrator job`: suspends a whole job to disk, resumes it, lists suspended jobs, and drops their images."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from migrator import formatting, users
+from migrator.cli import arguments, output
+from migrator.cli.interrupts import Interrupts
+from migrator.job_protocol import JobVerdict
+from migrator.job_results import JobOptions, JobResult
+from migrator.progress_display import show_on
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Undone, Usage, Where
+
+if TYPE_CHECKING:
+    from migrator.cluster import Cluster
+    from migrator.jobs.finding import JobEntry
+
+HEADS = ("JOB", "USER", "RANKS", "STATE", "SINCE", "COORDINATOR", "IMAGES ON", "RECORD", "WAITS FOR")
+
+
+def add(verbs: arguments.Verbs) -> None:
+    parser = verbs.add(
+        "job",
+        None,
+        "suspend a whole job to disk, and resume it on the same or other nodes",
+        more="For jobs of CPU ranks that are connected with each other over TCP, and for single ranks.",
+        examples="  migrator job suspend night\n  migrator job resume night --on 1=spare-1\n  migrator job list",
+    )
+    inner = arguments.Verbs(parser)
+    suspending = inner.add(
+        "suspend",
+        _suspend,
+        "stop all ranks at one moment, store their images, and end their processes",
+        more="The processes end only when all images are whole. If anything fails before, all ranks go on where they are. The"
+        " launcher and its `migrator run` stay, and notice nothing but a long step. The images are in the state directory of"
+        " each rank's node.",
+    )
+    resuming = inner.add(
+        "resume",
+        _resume,
+        "restore all ranks of a suspended job, and let them run together",
+        more="Each rank is restored on the node that has its image, unless --on names another one. If a restore fails, all"
+        " copies are dropped and the images stay, so that it can be tried again.",
+    )
+    resuming.add_argument(
+        "--on",
+        action="append",
+        default=[],
+        type=_rank_on_node,
+        metavar="RANK=NODE",
+        help="node for a rank; can be repeated (default: the node that has its image)",
+    )
+    for one in (suspending, resuming):
+        one.add_argument(
+            "--timeout",
+            type=arguments.positive_seconds,
+            metavar="S",
+            help="undo it if it has not reached COMMIT after S seconds",
+        )
+        one.add_argument(
+            "--lease",
+            type=arguments.positive_seconds,
+            metavar="S",
+            default=JobOptions.lease_s,
+            help="let the daemons undo it, before COMMIT, if this command is silent for S seconds (default: %(default)s)",
+        )
+    listing = inner.add("list", _list, "list suspended jobs, and those that are being suspended or resumed")
+    listing.add_argument("--all", action="store_true", help="also show suspensions and resumptions that have ended")
+    dropping = inner.add(
+        "drop",
+        _drop,
+        "drop the images of a suspended job, which then can never be resumed",
+        more="End the job with its launcher as well: its `migrator run` processes wait for it.",
+    )
+    dropping.add_argument("--yes", action="store_true", help="confirm that the job is given up")
+    for one in (suspending, resuming, dropping):
+        one.add_argument("job", type=arguments.job, metavar="JOB", help="name of the job, or the id of its record")
+        one.add_argument("--user", type=arguments.user, metavar="NAME|UID", help="user who has started it")
+
+
+def _rank_on_node(text: str) -> tuple[int, str]:
+    rank, equals, node = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not RANK=NODE")
+    return arguments.rank(rank), arguments.node(node)
+
+
+# ---------------------------------------------------------------- suspend and resume
+
+
+def _suspend(options: argparse.Namespace) -> int:
+    return _act(options, "suspend", JobOptions(options.job, options.user, options.timeout, options.lease))
+
+
+def _resume(options: argparse.Namespace) -> int:
+    on = dict(options.on)
+    if len(on) < len(options.on):
+        raise Usage("--on names a rank twice", remedy="give one node for each rank")
+    return _act(options, "resume", JobOptions(options.job, options.user, options.timeout, options.lease, on))
+
+
+def _act(options: argparse.Namespace, what: str, asked: JobOptions) -> int:
+    cluster = arguments.the_cluster(options)
+    as_json = arguments.wants_json(options)
+    result = asyncio.run(_run(cluster, what, asked, as_json=as_json))
+    if as_json:
+        output.json_object(result.to_json())
+    elif result.exit_code == 0:
+        _show(result)
+    else:
+        output.trouble(f"job {result.job}: {what}: {result.outcome}: {result.reason}", result.remedy, result.state)
+    return result.exit_code
+
+
+async def _run(cluster: Cluster, what: str, asked: JobOptions, *, as_json: bool) -> JobResult:
+    from migrator import jobs  # after `enter`: it loads gRPC
+
+    progress = show_on(sys.stderr, only_live=as_json)
+    work = jobs.suspend if what == "suspend" else jobs.resume
+    task = asyncio.create_task(work(cluster, asked, progress))
+    Interrupts(
+        task,
+        progress,
+        "undoing it, or finishing it if it is committed",
+        "exited: the daemons finish it, or undo it when the lease of this command expires; see `migrator job list`",
+        as_json=as_json,
+    ).listen()
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise Undone(
+            "interrupted before any daemon was asked to change anything", remedy="try again", where=Where.UNTOUCHED
+        ) from None
+    finally:
+        progress.close()
+
+
+def _show(result: JobResult) -> None:
+    for warning in result.warnings:
+        print(f"{output.styled('warning:', 'yellow', sys.stderr)} {formatting.plain(warning)}", file=sys.stderr)
+    count = f"{len(result.ranks)} rank{'s' if len(result.ranks) != 1 else ''}"
+    took = formatting.seconds(result.seconds)
+    print(f"{result.outcome} job {result.job}  {count}  {formatting.size(result.bytes)}  {took}")
+    for one in result.ranks:
+        moved = f"  (was on {one.came_from})" if one.came_from not in ("", one.node) else ""
+        print(f"  rank {one.rank}: {formatting.plain(one.node)}{formatting.plain(moved)}")
+    if result.outcome is JobVerdict.SUSPENDED:
+        print(f"resume it with: migrator job resume {result.job}")
+
+
+# ---------------------------------------------------------------- list and drop
+
+
+def _list(options: argparse.Namespace) -> int:
+    cluster = arguments.the_cluster(options)
+    as_json = arguments.wants_json(options)
+    from migrator.jobs.finding import all_jobs  # after `enter`
+
+    found, silent = asyncio.run(all_jobs(cluster))
+    output.warn_silent(silent, len(cluster.nodes), as_json=as_json)
+    shown = [entry for entry in found if options.all or entry.suspended or not entry.record.ended_unix_s]
+    if as_json:
+        output.json_object({"jobs": [_to_json(entry) for entry in shown], "unreachable": output.silent_objects(silent)})
+    elif shown:
+        output.table(HEADS, [_row(entry) for entry in shown], right=("RANKS", "SINCE"))
+    else:
+        print("no jobs are suspended; `migrator job suspend JOB` suspends one")
+    return 0
+
+
+def _state(entry: JobEntry) -> str:
+    record = entry.record
+    doing, done = ("suspending", "suspended") if not record.suspension else ("resuming", "resumed")
+    if record.outcome == pb.ABORT:
+        return "undone" if record.ended_unix_s else "undoing"
+    if record.outcome != pb.COMMIT or (not record.ended_unix_s and record.suspension):
+        return doing
+    if record.ended_by:
+        return "dropped" if record.ended_by.startswith("dropped") else "resumed"
+    return done
+
+
+def _to_json(entry: JobEntry) -> dict[str, Any]:
+    record = entry.record
+    return {
+        "record": record.record,
+        "job": record.job,
+        "user_id": record.user_id,
+        "state": _state(entry),
+        "suspended": entry.suspended,
+        "coordinator": entry.node,
+        "suspension": record.suspension,
+        "ended_by": record.ended_by,
+        "ranks": [{"rank": part.rank, "uid": part.rank_uid, "node": part.node} for part in record.participants],
+        "outcome": formatting.name_of(pb.OutcomeKind, record.outcome),
+        "reason": record.reason,
+        "begun_unix_s": round(record.begun_unix_s, 3),
+        "ended_unix_s": round(record.ended_unix_s, 3),
+        "waiting_for": record.waiting_for,
+    }
+
+
+def _row(entry: JobEntry) -> tuple[str, ...]:
+    record = entry.record
+    return (
+        record.job,
+        users.name_of(record.user_id),
+        str(len(record.participants)),
+        _state(entry),
+        formatting.span(time.time() - record.begun_unix_s),
+        entry.node,
+        ",".join(dict.fromkeys(part.image_node or part.node for part in record.participants)),
+        record.record,
+        (record.waiting_for or "-") if not record.ended_unix_s else "-",
+    )
+
+
+def _drop(options: argparse.Namespace) -> int:
+    if not options.yes:
+        raise Usage(
+            f"the images of job {options.job} are all that is left of it", remedy="add --yes to give the job up"
+        )
+    cluster = arguments.the_cluster(options)
+    record = asyncio.run(_dropped(cluster, options.job, options.user))
+    if arguments.wants_json(options):
+        output.json_object({"record": record.record, "job": record.job, "dropped": True})
+    else:
+        print(f"dropped the images of job {record.job} ({record.record})")
+    return 0
+
+
+async def _dropped(cluster: Cluster, job: str, user_id: int | None) -> pb.JobRecord:
+    from migrator.jobs.finding import find_suspended
+
+    node, record = await find_suspended(cluster, job, user_id)
+    async with cluster.client(node) as client:
+        request = pb.AbortRequest(move=record.record, reason="given up with `migrator job drop`")
+        await client.job.Drop(request, timeout_s=60)
+    return record

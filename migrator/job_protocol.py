@@ -1,0 +1,156 @@
+"""The protocol of suspending and resuming a whole job: what is asked of which daemon, in which order, and how it is undone.
+
+**Invariant: at most one incarnation of the job runs, and if none runs, whole images of all its ranks exist.** An
+incarnation is a set with one copy of every rank. The processes of a job run until Freeze stops them all. They end only if
+the outcome of the suspension is COMMIT, and that is recorded only when every rank's node has answered that it has a whole
+image. From then on the images are the job. Copies that are restored from them are held, and run only if the outcome of the
+resumption is COMMIT, which is recorded only when every target has answered that it holds its copy. The images are dropped
+when every target has answered that its copy runs.
+
+**Participants.** The *driver* (`migrator/jobs/`, part of `migrator job`) asks for the steps in order and decides nothing.
+The *coordinator* is the daemon of the node with the lowest rank. It keeps the record of the suspension, and that of every
+attempt to resume; each has one write-once outcome. Each rank has a *store*, the daemon that had its process and keeps its
+image, and when it is resumed a *target*, the daemon that restores it; both may be the same, and the coordinator too. For
+each rank there is a move in the journal of these daemons: one with the role "source" for the suspension, on its store, and
+one with the role "target" for each resumption. Both name the coordinator's record, and its outcome is theirs. Otherwise
+they are moves like any other, with the same marks (`migrator/protocol.py`), and the same steps serve them.
+
+**Asking instead of tokens.** The coordinator asks every store or target itself before it records COMMIT, and every store
+and target asks the coordinator itself before it acts on an outcome. What the driver says is never believed.
+
+**The cut.** Freeze stops every rank, then drops all packets of its connections, on every node that has ranks of the job. It
+is answered by all before the first image is dumped. So no kernel acknowledges a byte after its rank was stopped, except
+into a queue that is dumped afterwards; what was sent and not acknowledged is in the sender's queue and is sent again after
+the resumption. Nothing is lost and nothing doubled. Both ends of a connection between ranks get their new addresses in the
+images (`snapshotd/net/rejoin.py`). A connection to another process of a node with a daemon would be lost, so a job with one
+is refused. Connections to hosts without a daemon are reset, as in a move.
+
+**Keepers.** The home keeper of each rank, which is what the launcher knows, stays. For it the rank is away, as after a move.
+
+**Lease.** Job.Begin starts a lease, which the driver renews; if it expires before an outcome, the coordinator records ABORT.
+A store that has no whole image may also abort alone, because the coordinator cannot commit without it. One that has a whole
+image, and a target that holds a copy, ask the coordinator and wait as long as it takes.
+
+**If a participant dies**
+- *Driver*: before COMMIT the lease expires, and all ranks go on (suspend), or all copies are dropped and the images stay
+  (resume). After COMMIT nothing is left for it to do.
+- *Coordinator's daemon*: what was recorded stands. Stores and targets wait until it is back. If nothing was recorded, the
+  lease begins anew.
+- *A store's daemon*, while it freezes or dumps: after its restart that rank is thawed; Commit is refused, so the job goes on.
+  With a whole image it asks the coordinator. Between suspension and resumption it has nothing to do but keep the image, on
+  a disk. While it sends, the attempt fails.
+- *A target's daemon*: before its copy is held, the copy is dropped and the attempt fails. A held copy waits, and the
+  restarted daemon asks the coordinator.
+- *A node*: before COMMIT of the suspension its rank has ended, as without us. A suspended job survives the reboot of any
+  node except the home node of a rank, whose keeper and launcher end with it. After COMMIT of the resumption, a node that
+  dies takes its ranks with it.
+- *Home keeper*: before COMMIT of the suspension, Commit is refused and its rank ends. Later the rank ends when it is resumed.
+- A coordinator's or store's node that never returns: the images of its ranks are lost, and the job cannot be resumed.
+
+This file is pure: no I/O, no clock. `snapshotd/moves/job_rules.py` has the daemons' rules. `tests/protocol/test_jobs.py`
+walks every prefix of the tables with every participant dying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Asked(StrEnum):
+    COORDINATOR = "coordinator"
+    STORES = "stores"  # the nodes with the ranks, then with their images; all at once
+    TARGETS = "targets"  # all at once
+
+
+@dataclass(frozen=True)
+class JobStep:
+    """One row of a table. A step of several daemons is done when all of them have answered."""
+
+    phase: str
+    call: str  # Service.Method
+    asked: Asked
+    timeout_s: float
+    does: str
+    undone_by: tuple[str, ...] = ()  # calls of the table's undo
+
+
+_COORDINATOR, _STORES, _TARGETS = Asked.COORDINATOR, Asked.STORES, Asked.TARGETS
+_ABORT_SUSPENSION = ("Job.Abort", "Source.Abort")
+_ABORT_RESUMPTION = ("Job.Abort", "Target.Discard")
+
+SUSPEND: tuple[JobStep, ...] = (
+    # A refusal here is exit code 10: nothing has been changed or paused.
+    JobStep("preflight", "Source.Inspect", _STORES, 60, "list what the ranks use; refuse what cannot be restored"),
+    JobStep("prepare", "Job.Begin", _COORDINATOR, 30, "journal the suspension, start the lease", ("Job.Abort",)),
+    JobStep("prepare", "Source.Begin", _STORES, 30, "reserve room for the images", _ABORT_SUSPENSION),
+    # The pause begins.
+    JobStep("freeze", "Source.Freeze", _STORES, 120, "stop, freeze, filter: the cut", _ABORT_SUSPENSION),
+    JobStep("store", "Source.Stream", _STORES, 3600, "dump into the store, verify, sync", _ABORT_SUSPENSION),
+    JobStep("commit", "Job.Commit", _COORDINATOR, 60, "ask all stores, record COMMIT"),
+    JobStep("release", "Source.Release", _STORES, 60, "ask the coordinator, end the frozen processes"),
+)
+
+RESUME: tuple[JobStep, ...] = (
+    JobStep("preflight", "Source.GetImage", _STORES, 60, "read what the images need"),
+    JobStep("preflight", "Target.Examine", _TARGETS, 60, "check that the targets can take them"),
+    JobStep("prepare", "Job.Begin", _COORDINATOR, 30, "journal the attempt, start the lease", ("Job.Abort",)),
+    JobStep("prepare", "Target.Prepare", _TARGETS, 60, "reserve memory, plan the addresses", _ABORT_RESUMPTION),
+    JobStep("send", "Source.Send", _STORES, 3600, "send the images to the targets, signed", _ABORT_RESUMPTION),
+    JobStep("restore", "Target.Restore", _TARGETS, 1800, "restore, held, with the new addresses", _ABORT_RESUMPTION),
+    JobStep("commit", "Job.Commit", _COORDINATOR, 60, "ask all targets, record COMMIT"),
+    JobStep("activate", "Target.Activate", _TARGETS, 60, "ask the coordinator, journal it, let the copies run"),
+)
+
+#: How each is undone, in this order: the record first. The others ask for it and act on it; without these calls they would
+#: do the same a little later.
+UNDO_SUSPEND = (
+    JobStep("undo", "Job.Abort", _COORDINATOR, 60, "record ABORT"),
+    JobStep("undo", "Source.Abort", _STORES, 120, "ask the coordinator, thaw the ranks, drop their images"),
+)
+UNDO_RESUME = (
+    JobStep("undo", "Job.Abort", _COORDINATOR, 60, "record ABORT"),
+    JobStep("undo", "Target.Discard", _TARGETS, 120, "ask the coordinator, drop the copies; the images stay"),
+)
+
+
+class JobVerdict(StrEnum):
+    """How a suspension or resumption ended, as the command line reports it."""
+
+    SUSPENDED = "suspended"
+    RESUMED = "resumed"
+    REFUSED = "refused"
+    UNDONE = "undone"
+    UNKNOWN = "unknown"
+
+
+def index_of(call: str, table: Sequence[JobStep]) -> int:
+    return next(index for index, step in enumerate(table) if step.call == call)
+
+
+def undo_plan(table: Sequence[JobStep], undo: Sequence[JobStep], reached: int) -> tuple[JobStep, ...]:
+    """The steps to ask for if the step with index `reached` failed, at Job.Commit or before. The failed step is undone as
+    well, because it may have happened although its answer was lost."""
+    if reached > index_of("Job.Commit", table):
+        return ()
+    needed = {call for step in table[: reached + 1] for call in step.undone_by}
+    return tuple(step for step in undo if step.call in needed)
+
+
+def diagram(table: Sequence[JobStep]) -> str:
+    """The table as text. docs/how-a-move-works.md shows this function's output."""
+    lines = [_row("PHASE", "CALL", "ASKED OF", "WHAT IT DOES", "UNDONE BY")]
+    for step in table:
+        if step.call == "Job.Commit":
+            lines.append("─" * 24 + " COMMIT " + "─" * 64)
+        lines.append(_row(step.phase, step.call, step.asked, step.does, ", ".join(step.undone_by)))
+    return "\n".join(lines)
+
+
+def _row(phase: str, call: str, asked: str, does: str, undo: str) -> str:
+    return f"{phase:<9} {call:<15} {asked:<11} {does:<58} {undo}".rstrip()
+
+
+if __name__ == "__main__":
+    print(diagram(SUSPEND), diagram(RESUME), sep="\n\n")

@@ -1,0 +1,70 @@
+"""The data types of suspending and resuming: the request, and the result that the command line renders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from migrator.job_protocol import JobVerdict
+from migrator.results import PhaseTime
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """One request of an operator."""
+
+    job: str
+    user_id: int | None = None  # whose job it is; None: must be clear
+    timeout_s: float | None = None
+    lease_s: float = 30.0
+    on: Mapping[int, str] = field(default_factory=dict)  # resume: the nodes of ranks that go elsewhere
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    rank: int
+    uid: str
+    node: str  # of its image, or where it runs
+    came_from: str = ""  # resume: the node that had its image
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How it ended: the object that `migrator job suspend --json` and `resume --json` print."""
+
+    record: str
+    job: str
+    user_id: int
+    coordinator: str
+    outcome: JobVerdict
+    ranks: list[RankPlace]
+    seconds: float
+    bytes: int = 0
+    phases: list[PhaseTime] = field(default_factory=list)
+    reason: str = ""
+    state: str = ""  # what the job is doing now, in words
+    error_code: str = ""
+    remedy: str = ""
+    exit_code: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "record": self.record,
+            "job": self.job,
+            "user_id": self.user_id,
+            "coordinator": self.coordinator,
+            "outcome": self.outcome.value,
+            "ranks": [
+                {"rank": one.rank, "uid": one.uid, "node": one.node, "from": one.came_from} for one in self.ranks
+            ],
+            "seconds": round(self.seconds, 4),
+            "bytes": self.bytes,
+            "phases": [phase.to_json() for phase in self.phases],
+            "warnings": self.warnings,
+            "reason": self.reason,
+            "state": self.state,
+            "error": self.error_code,
+            "remedy": self.remedy,
+        }

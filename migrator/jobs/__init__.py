@@ -1,0 +1,32 @@
+"""Suspends and resumes whole jobs: executes the tables of `migrator/job_protocol.py` against real daemons.
+
+Invariant: nothing is decided here. The coordinator's record decides, and the daemons act on it without this program too.
+`walk.py` goes through a table and ends an attempt that failed, `suspend.py` and `resume.py` have one function per step,
+`connections.py` checks that a job is connected with itself alone, `finding.py` finds jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from migrator.cluster import Cluster
+from migrator.job_results import JobOptions, JobResult
+from migrator.jobs.finding import find_running, find_suspended
+from migrator.jobs.resume import Resumption
+from migrator.jobs.suspend import Suspension
+from migrator.jobs.walk import drive
+from migrator.results import Event
+
+
+async def suspend(cluster: Cluster, options: JobOptions, on_event: Callable[[Event], None]) -> JobResult:
+    """Suspends a job. If it is cancelled before COMMIT, all ranks go on; after COMMIT it is finished.
+
+    Raises only for what is wrong before a daemon was asked to change anything. Every later failure is in the result."""
+    found = await find_running(cluster, options.job, options.user_id)
+    return await drive(Suspension(cluster, options, found, on_event))
+
+
+async def resume(cluster: Cluster, options: JobOptions, on_event: Callable[[Event], None]) -> JobResult:
+    """Resumes a suspended job. If it is cancelled before COMMIT, the images stay; after COMMIT it is finished."""
+    node, record = await find_suspended(cluster, options.job, options.user_id)
+    return await drive(Resumption(cluster, options, node, record, on_event))

@@ -1,0 +1,98 @@
+"""Finds the ranks of a running job, and suspended jobs, by asking all nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from migrator import users
+from migrator.cluster import Cluster
+from migrator.fan_out import ASK_TIMEOUT_S, ask_all
+from migrator.find_rank import Found, all_ranks
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import DaemonClient, UnknownMethod
+from snapshotd.api.errors import Ambiguous, Busy, NotFound, SnapshotError, Unreachable, Where, WrongState
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """A record, and the node that keeps it."""
+
+    node: str
+    record: pb.JobRecord
+
+    @property
+    def suspended(self) -> bool:
+        record = self.record
+        return not record.suspension and record.outcome == pb.COMMIT and not record.ended_by
+
+
+async def find_running(cluster: Cluster, job: str, user_id: int | None) -> list[Found]:
+    """All ranks of a job, by their numbers. Raises unless each of them runs on a node that answers."""
+    found, silent = await all_ranks(cluster)
+    mine = [entry for entry in found if entry.rank.job == job and user_id in (None, entry.rank.user_id)]
+    owners = sorted({entry.rank.user_id for entry in mine})
+    if len(owners) > 1:
+        raise Ambiguous(
+            f"several users have a job {job}: {', '.join(map(users.described, owners))}",
+            remedy="select its user with --user",
+        )
+    here = {entry.rank.uid: entry for entry in mine if entry.rank.place == pb.Rank.HERE}
+    if silent:
+        lost = "".join(f"\n  {error.headline}" for error in silent.values())
+        raise Unreachable(f"these nodes do not answer, and may have ranks of the job:{lost}", where=Where.UNTOUCHED)
+    if not mine:
+        raise NotFound(f"no job {job} runs on any node", remedy="`migrator ps` lists the ranks of all jobs")
+    if any(entry.rank.place == pb.Rank.SUSPENDED and entry.rank.uid not in here for entry in mine):
+        raise WrongState(
+            f"job {job} is suspended already, at least in part",
+            remedy=f"`migrator job list` shows it; `migrator job resume {job}` brings it back",
+            where=Where.SUSPENDED,
+        )
+    if gone := [entry for entry in mine if entry.rank.uid not in here]:
+        raise Unreachable(
+            f"rank {gone[0].rank.rank} of job {job} should be on {gone[0].rank.at_node}, which does not have it",
+            where=Where.UNKNOWN,
+        )
+    if moving := [entry.rank for entry in here.values() if entry.rank.moving]:
+        raise Busy(f"rank {moving[0].rank} is being moved ({moving[0].moving})", where=Where.UNKNOWN)
+    ranks = sorted(here.values(), key=lambda entry: entry.rank.rank)
+    numbers = [entry.rank.rank for entry in ranks]
+    if twice := {number for number in numbers if numbers.count(number) > 1}:
+        raise Ambiguous(
+            f"rank {min(twice)} of job {job} was started more than once",
+            remedy="give jobs that run at the same time different names (`migrator run --job NAME`)",
+        )
+    return ranks
+
+
+async def all_jobs(cluster: Cluster) -> tuple[list[JobEntry], dict[str, SnapshotError]]:
+    """Every record that any node keeps, the newest first, and the nodes that did not answer."""
+
+    async def ask(client: DaemonClient) -> pb.ListJobsReply:
+        try:
+            return await client.job.List(pb.ListJobsRequest(), timeout_s=ASK_TIMEOUT_S)
+        except UnknownMethod:  # an older daemon has no such records
+            return pb.ListJobsReply()
+
+    answers, silent = await ask_all(cluster, ask)
+    found = [JobEntry(node, record) for node, reply in answers.items() for record in reply.jobs]
+    return sorted(found, key=lambda entry: entry.record.begun_unix_s, reverse=True), silent
+
+
+async def find_suspended(cluster: Cluster, job: str, user_id: int | None) -> tuple[str, pb.JobRecord]:
+    """The record of a suspended job, and its coordinator. `job` is its name, or the id of the record."""
+    found, silent = await all_jobs(cluster)
+    named = [entry for entry in found if job in (entry.record.job, entry.record.record)]
+    mine = [entry for entry in named if user_id in (None, entry.record.user_id)]
+    suspended = [entry for entry in mine if entry.suspended]
+    if len(suspended) > 1:
+        listed = ", ".join(f"{entry.record.record} of {users.described(entry.record.user_id)}" for entry in suspended)
+        raise Ambiguous(
+            f"several suspended jobs are called {job}: {listed}", remedy="name one by its record, or give --user"
+        )
+    if suspended:
+        return suspended[0].node, suspended[0].record
+    if silent:
+        lost = "".join(f"\n  {error.headline}" for error in silent.values())
+        raise Unreachable(f"no node that answers knows a suspended job {job}, and these do not:{lost}")
+    raise NotFound(f"no job {job} is suspended", remedy="`migrator job list` shows suspended jobs")

@@ -1,0 +1,165 @@
+"""The steps of a resumption: one function for each call of its table."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+
+from migrator.cluster import Cluster
+from migrator.driver.peers import node_addresses, node_infos
+from migrator.find_rank import find_node
+from migrator.job_protocol import RESUME, UNDO_RESUME, JobVerdict
+from migrator.job_results import JobOptions, RankPlace
+from migrator.jobs.walk import JobRun, each, new_id
+from migrator.results import Event
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import RankGone, SnapshotError, Usage, Where
+
+#: The target's check that it is not the source: a rank may be resumed where it was.
+_TARGET_NODE = "target-node"
+
+
+class Resumption(JobRun):
+    table, undo, success = RESUME, UNDO_RESUME, JobVerdict.RESUMED
+    untouched = "suspended; its images are whole"
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        options: JobOptions,
+        coordinator: str,
+        record: pb.JobRecord,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        super().__init__(cluster, options, record.job, record.user_id, on_event)
+        self.coordinator, self.suspended = coordinator, record
+        unknown = sorted(set(options.on) - {part.rank for part in record.participants})
+        if unknown:
+            raise Usage(
+                f"job {record.job} has no rank {unknown[0]}",
+                remedy=f"its ranks are: {', '.join(str(part.rank) for part in record.participants)}",
+            )
+        self.participants = [self._participant(part) for part in record.participants]
+        self.nodes: list[pb.NodeAddresses] = []
+        self.images: dict[str, pb.StoredImage] = {}  # by rank uid
+        self.nonces: dict[str, bytes] = {}  # by move
+
+    def _participant(self, part: pb.Participant) -> pb.Participant:
+        target = self.options.on.get(part.rank, part.node)
+        return pb.Participant(
+            rank_uid=part.rank_uid,
+            rank=part.rank,
+            move=new_id(),
+            node=target,
+            endpoint=find_node(self.cluster, target),
+            image=part.move,
+            image_node=part.node,
+            image_endpoint=find_node(self.cluster, part.node),
+        )
+
+    @property
+    def suspension(self) -> str:
+        return self.suspended.record
+
+    @property
+    def steps(self) -> dict[str, Callable[[float], Awaitable[None]]]:
+        return {
+            "Source.GetImage": self.read_images,
+            "Target.Examine": self.examine,
+            "Job.Begin": self.begin_job,
+            "Target.Prepare": self.prepare,
+            "Source.Send": self.send,
+            "Target.Restore": self.restore,
+            "Job.Commit": self.commit_job,
+            "Target.Activate": self.activate,
+            "Target.Discard": self.discard,
+        }
+
+    def places(self) -> list[RankPlace]:
+        return [RankPlace(part.rank, part.rank_uid, part.node, part.image_node) for part in self.participants]
+
+    async def read_images(self, timeout_s: float) -> None:
+        self.nodes = await node_addresses(self.cluster, await node_infos(self.cluster))
+
+        async def ask(part: pb.Participant) -> None:
+            client = await self.client(part.image_node)
+            found = await client.source.GetImage(pb.MoveRequest(move=part.image), timeout_s=timeout_s)
+            self.images[part.rank_uid] = found
+
+        await each(self.participants, ask)
+
+    async def examine(self, timeout_s: float) -> None:
+        checks: list[tuple[str, pb.Check]] = []
+
+        async def ask(part: pb.Participant) -> None:
+            request = pb.ExamineRequest(facts=self.images[part.rank_uid].facts)
+            reply = await (await self.client(part.node)).target.Examine(request, timeout_s=timeout_s)
+            name = f"rank {part.rank} on {part.node}"
+            stays = part.node == part.image_node
+            checks.extend((name, check) for check in reply.checks if not (stays and check.name == _TARGET_NODE))
+
+        await each(self.participants, ask)
+        self.refuse_if(checks)
+
+    async def prepare(self, timeout_s: float) -> None:
+        ranks = [
+            pb.ResumedRank(
+                rank_uid=part.rank_uid,
+                from_node=part.image_node,
+                to_node=part.node,
+                rewires=self.images[part.rank_uid].rewires,
+            )
+            for part in self.participants
+        ]
+
+        async def ask(part: pb.Participant) -> None:
+            request = pb.PrepareRequest(
+                move=part.move,
+                facts=self.images[part.rank_uid].facts,
+                source_endpoint=part.image_endpoint,
+                coordinator=self.coordinates,
+                nodes=self.nodes,
+                ranks=ranks,
+            )
+            reply = await (await self.client(part.node)).target.Prepare(request, timeout_s=timeout_s)
+            self.nonces[part.move] = reply.nonce
+
+        await each(self.participants, ask)
+
+    async def send(self, timeout_s: float) -> None:
+        async def ask(part: pb.Participant) -> None:
+            request = pb.SendRequest(
+                image=part.image,
+                move=part.move,
+                target_node=part.node,
+                target_endpoint=part.endpoint,
+                nonce=self.nonces[part.move],
+            )
+            async for progress in (await self.client(part.image_node)).source.Send(request, timeout_s=timeout_s):
+                self.sent("send", part.move, progress)
+
+        await each(self.participants, ask)
+
+    async def restore(self, timeout_s: float) -> None:
+        async def ask(part: pb.Participant) -> None:
+            request = pb.MoveRequest(move=part.move)
+            await (await self.client(part.node)).target.Restore(request, timeout_s=timeout_s)
+
+        await each(self.participants, ask)
+
+    async def activate(self, timeout_s: float) -> None:
+        async def ask(part: pb.Participant) -> None:
+            client = await self.client(part.node)
+            reply = await client.target.Activate(pb.TokenRequest(move=part.move), timeout_s=timeout_s, retry=True)
+            if not reply.running:
+                raise RankGone(f"rank {part.rank} on {part.node} has not run yet", where=Where.TARGET_HELD)
+
+        await each(self.participants, ask)
+
+    async def discard(self, timeout_s: float) -> None:
+        async def ask(part: pb.Participant) -> None:
+            with contextlib.suppress(SnapshotError):  # a daemon that does not answer now asks the coordinator later
+                client = await self.client(part.node)
+                await client.target.Discard(pb.TokenRequest(move=part.move), timeout_s=timeout_s)
+
+        await each(self.participants, ask)

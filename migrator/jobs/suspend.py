@@ -1,0 +1,143 @@
+"""The steps of a suspension: one function for each call of its table."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+
+from migrator.cluster import Cluster
+from migrator.driver.peers import node_addresses, node_infos
+from migrator.find_rank import Found
+from migrator.job_protocol import SUSPEND, UNDO_SUSPEND, JobVerdict
+from migrator.job_results import JobOptions, RankPlace
+from migrator.jobs import connections
+from migrator.jobs.walk import JobRun, each, new_id
+from migrator.results import Event
+from snapshotd.api import protocol
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import SnapshotError, Undone, Where
+
+
+class Suspension(JobRun):
+    table, undo, success = SUSPEND, UNDO_SUSPEND, JobVerdict.SUSPENDED
+    untouched = "running, as before"
+
+    def __init__(
+        self, cluster: Cluster, options: JobOptions, found: Sequence[Found], on_event: Callable[[Event], None]
+    ) -> None:
+        super().__init__(cluster, options, found[0].rank.job, found[0].rank.user_id, on_event)
+        self.coordinator = found[0].node
+        self.nodes: list[pb.NodeAddresses] = []
+        self.participants = [
+            pb.Participant(
+                rank_uid=one.rank.uid,
+                rank=one.rank.rank,
+                move=new_id(),
+                node=one.node,
+                endpoint=cluster.nodes[one.node],
+            )
+            for one in found
+        ]
+
+    @property
+    def steps(self) -> dict[str, Callable[[float], Awaitable[None]]]:
+        return {
+            "Source.Inspect": self.inspect,
+            "Job.Begin": self.begin_job,
+            "Source.Begin": self.begin,
+            "Source.Freeze": self.freeze,
+            "Source.Stream": self.store,
+            "Job.Commit": self.commit_job,
+            "Source.Release": self.release,
+            "Source.Abort": self.abort,
+        }
+
+    def places(self) -> list[RankPlace]:
+        return [RankPlace(part.rank, part.rank_uid, part.node) for part in self.participants]
+
+    async def inspect(self, timeout_s: float) -> None:
+        self.nodes = await node_addresses(self.cluster, await node_infos(self.cluster))
+        checks: list[tuple[str, pb.Check]] = []
+        rewires: dict[int, Sequence[pb.Rewire]] = {}
+
+        async def ask(part: pb.Participant) -> None:
+            request = pb.InspectRequest(
+                rank_uid=part.rank_uid,
+                nodes=self.nodes,
+                target_node=part.node,
+                protocol=protocol.own(),
+                suspend=True,
+            )
+            reply = await (await self.client(part.node)).source.Inspect(request, timeout_s=timeout_s)
+            checks.extend((f"rank {part.rank} on {part.node}", check) for check in reply.checks)
+            rewires[part.rank] = list(reply.rewires)
+
+        await each(self.participants, ask)
+        checks.append(("the job", connections.check(rewires)))
+        self.refuse_if(checks)
+
+    async def begin(self, timeout_s: float) -> None:
+        async def ask(part: pb.Participant) -> None:
+            request = pb.BeginRequest(
+                move=part.move,
+                rank_uid=part.rank_uid,
+                lease_s=self.options.lease_s,
+                nodes=self.nodes,
+                coordinator=self.coordinates,
+            )
+            await (await self.client(part.node)).source.Begin(request, timeout_s=timeout_s)
+
+        await each(self.participants, ask)
+
+    async def freeze(self, timeout_s: float) -> None:
+        """The cut. What the freeze found decides, not what preflight saw."""
+        rewires: dict[int, Sequence[pb.Rewire]] = {}
+
+        async def ask(part: pb.Participant) -> None:
+            request = pb.MoveRequest(move=part.move)
+            reply = await (await self.client(part.node)).source.Freeze(request, timeout_s=timeout_s)
+            rewires[part.rank] = list(reply.rewires)
+
+        await each(self.participants, ask)
+        found = connections.check(rewires)
+        if found.verdict == pb.Check.REFUSE:
+            raise Undone(
+                f"the connections have changed since they were checked: {found.reason}",
+                remedy=f"retry in a moment; if it happens again: {found.remedy}",
+                where=Where.SOURCE_FROZEN,
+            )
+
+    async def store(self, timeout_s: float) -> None:
+        async def ask(part: pb.Participant) -> None:
+            request = pb.MoveRequest(move=part.move)
+            stream = (await self.client(part.node)).source.Stream(request, timeout_s=timeout_s)
+            async for progress in stream:
+                self.sent("store", part.move, progress)
+
+        await each(self.participants, ask)
+
+    async def release(self, timeout_s: float) -> None:
+        async def ask(part: pb.Participant) -> None:
+            request = pb.MoveRequest(move=part.move)
+            reply = await (await self.client(part.node)).source.Release(request, timeout_s=timeout_s, retry=True)
+            if not reply.released:
+                raise Undone(f"rank {part.rank} on {part.node} is not released yet: {reply.waiting_for}")
+
+        await each(self.participants, ask)
+
+    async def abort(self, timeout_s: float) -> None:
+        async def ask(part: pb.Participant) -> None:
+            request = pb.AbortRequest(move=part.move, reason="the suspension of the job was undone")
+            with contextlib.suppress(SnapshotError):  # a daemon that does not answer now asks the coordinator later
+                await (await self.client(part.node)).source.Abort(request, timeout_s=timeout_s)
+
+        await each(self.participants, ask)
+
+    async def renew_parts(self, timeout_s: float) -> None:
+        async def ask(part: pb.Participant) -> None:
+            with contextlib.suppress(SnapshotError):
+                request = pb.MoveRequest(move=part.move)
+                await (await self.client(part.node)).source.Renew(request, timeout_s=timeout_s)
+
+        await asyncio.gather(*(ask(part) for part in self.participants))

@@ -1,0 +1,187 @@
+"""The images of suspended ranks on this node: describes them, sends them to the targets of a resumption, drops them.
+
+Invariant: an image is dropped only if the coordinator says that the job runs again, or an operator gives it up. Sending one
+changes nothing: it can be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Damaged, Denied, NotFound, Usage, Where, WrongState
+from snapshotd.keepers.ranks import check_rank_uid
+from snapshotd.moves.jobs import stored
+from snapshotd.moves.journal import MoveLog, check_move_id
+from snapshotd.moves.node import Node
+from snapshotd.moves.record import Begin
+from snapshotd.moves.rules import Mark
+from snapshotd.moves.source.sink import TargetSink
+from snapshotd.moves.steps import step
+from snapshotd.proc import host
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.faults import Point, reach
+from snapshotd.transport.image.sender import Sender
+
+log = logging.getLogger(__name__)
+
+
+class StoredImages:
+    """One instance per daemon."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._facts: dict[str, pb.RankFacts] = {}  # by move; they do not change
+
+    def adopt(self) -> None:
+        """At start: drops what a crash left of images that were never whole, or were given up. Blocking."""
+        for move in self.node.suspended.moves():
+            move_log = self.node.journal.find(move)
+            unfinished = move_log is not None and move_log.last_mark is not Mark.SETTLED
+            if move_log is None or not (unfinished or self._kept(move_log)):
+                self.node.suspended.drop(move)
+
+    def _kept(self, move_log: MoveLog) -> bool:
+        begin = move_log.begin
+        return bool(
+            begin.role == "source" and begin.coordinator and move_log.committed and not move_log.whole().dropped
+        )
+
+    async def ranks(self) -> list[pb.Rank]:
+        """The suspended ranks whose images are here."""
+        found = []
+        for move in sorted(self.node.suspended.moves()):
+            move_log = self.node.journal.find(move)
+            if move_log is not None and move_log.committed and move_log.last_mark is Mark.SETTLED:
+                rank = pb.Rank()
+                rank.CopyFrom((await self._facts_of(move_log)).rank)
+                rank.place, rank.at_node, rank.moving = pb.Rank.SUSPENDED, self.node.config.node, ""
+                rank.ClearField("process")
+                found.append(rank)
+        return found
+
+    async def describe(self, image: str) -> pb.StoredImage:
+        move_log = self._image(image)
+        folder = self.node.suspended.path(image)
+        record = await in_thread(move_log.whole)
+        size_bytes = await in_thread(_size_bytes, folder)
+        return pb.StoredImage(facts=await self._facts_of(move_log), rewires=record.rewires, bytes=size_bytes)
+
+    async def send(self, request: pb.SendRequest) -> AsyncIterator[pb.Progress]:
+        """Sends an image to the target of a resumption; yields progress. The image stays."""
+        check_move_id(request.move)
+        move_log = self._image(request.image)
+        if len(request.nonce) < 16 or not request.target_node or not request.target_endpoint:
+            raise Usage("an image is sent with the target's nonce, to a node and its endpoint")
+        await reach(Point.BEFORE_SEND)
+        sending = _Sending(self.node, move_log, request)
+        task = asyncio.create_task(sending.run(), name=f"send {request.image}")
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=0.1)
+                yield sending.progress()
+            await task
+        finally:  # a driver that is gone has given the attempt up
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await reach(Point.SEND)
+        yield sending.progress(done=True)
+
+    @step
+    async def drop(self, image: str, reason: str, by_node: str) -> pb.DropImageReply:
+        """Drops an image, for the coordinator's node or an operator. Idempotent."""
+        check_move_id(image)
+        move_log = self.node.journal.find(image)
+        if move_log is None or image not in self.node.suspended.moves():
+            return pb.DropImageReply()
+        if by_node and by_node != move_log.begin.coordinator_node:
+            raise Denied(f"{by_node} is not the coordinator of {image}")
+        self._image(image)
+        await in_thread(move_log.mark, Mark.SETTLED, dropped=reason or "dropped")
+        await in_thread(self.node.suspended.drop, image)
+        self._facts.pop(image, None)
+        log.info("dropped the image of rank %s: %s", move_log.begin.rank_uid, reason)
+        return pb.DropImageReply()
+
+    def _image(self, image: str) -> MoveLog:
+        """The move of a suspended rank whose image is here. Raises NotFound or WrongState."""
+        move_log = self.node.journal.find(check_move_id(image))
+        if move_log is None or not move_log.begin.coordinator or not self.node.suspended.sealed(image):
+            raise NotFound(
+                f"node {self.node.config.node} has no image {image}", remedy="`migrator job list` shows suspended jobs"
+            )
+        if not move_log.committed or move_log.last_mark is not Mark.SETTLED:
+            raise WrongState(
+                f"rank {move_log.begin.rank} of job {move_log.begin.job} is not suspended yet",
+                remedy="wait until `migrator job list` shows the job as suspended",
+                where=Where.UNKNOWN,
+            )
+        return move_log
+
+    async def _facts_of(self, move_log: MoveLog) -> pb.RankFacts:
+        if (known := self._facts.get(move_log.move)) is None:
+            known = self._facts[move_log.move] = await in_thread(stored.facts_of, move_log)
+        return known
+
+
+class _Sending:
+    """One image on its way."""
+
+    def __init__(self, node: Node, move_log: MoveLog, request: pb.SendRequest) -> None:
+        self.node, self.log, self.request = node, move_log, request
+        self.folder = node.suspended.path(move_log.move)
+        self.sender: Sender | None = None
+        self.expected_bytes = 0
+        self.began_s = host.boottime_s()
+
+    def progress(self, *, done: bool = False) -> pb.Progress:
+        return pb.Progress(
+            bytes_sent=self.sender.bytes_sent if self.sender is not None else 0,
+            bytes_zero=self.sender.bytes_zero if self.sender is not None else 0,
+            bytes_expected=self.expected_bytes,
+            done=done,
+            stream_seconds=host.boottime_s() - self.began_s,
+        )
+
+    async def run(self) -> None:
+        request = self.request
+        sink = TargetSink(self.node, self._begin())
+        files = await in_thread(stored.verified, self.folder, self.log)
+        self.expected_bytes = await in_thread(_size_bytes, self.folder)
+        async with sink.streams() as streams, Sender(streams, self.node.config.chunk_bytes) as self.sender:
+            for path in files:
+                await self.sender.put_file(path.name, path)
+            sent = await self.sender.finish()
+        # Before the target can answer that its copy runs: this node confirms then that the rank is there.
+        await in_thread(
+            self.log.mark, Mark.SETTLED, resumed_node=request.target_node, resumed_endpoint=request.target_endpoint
+        )
+        if damaged := await sink.seal(sent):
+            raise Damaged(f"these images arrived damaged: {', '.join(damaged)}", where=Where.UNKNOWN)
+        log.info("sent the image of rank %s to %s", self.log.begin.rank_uid, request.target_node)
+
+    def _begin(self) -> Begin:
+        """The move as the target has journalled it, for the channel and the signature."""
+        begin, request = self.log.begin, self.request
+        return Begin(
+            move=request.move,
+            role="source",
+            rank_uid=check_rank_uid(begin.rank_uid),
+            job=begin.job,
+            rank=begin.rank,
+            source_node=self.node.config.node,
+            source_endpoint=self.node.config.advertise,
+            target_node=request.target_node,
+            target_endpoint=request.target_endpoint,
+            nonce=request.nonce.hex(),
+            boot_id=host.boot_id(),
+            begun_unix_s=time.time(),
+        )
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())

@@ -1,0 +1,75 @@
+"""The files beside the journal of a suspended rank: what a resumption has to know about its image, and its digests.
+
+Invariant: they are on the disk before the move is marked STREAMED, so a whole image always has them. The digests are compared
+before an image is sent: it may have lain on a disk for a long time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import xxhash
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Damaged, Where
+from snapshotd.moves.journal import MoveLog
+from snapshotd.transport.image.sync import sync_folder
+
+FACTS, DIGESTS = "facts.pb", "digests.json"
+_BLOCK_BYTES = 1 << 20
+
+
+def describe(images: Path, move_log: MoveLog, facts: pb.RankFacts) -> None:
+    """Writes both files for a sealed image. Blocking."""
+    digests = {path.name: digest(path) for path in _files(images)}
+    _write(move_log.folder / FACTS, facts.SerializeToString())
+    _write(move_log.folder / DIGESTS, json.dumps(digests).encode())
+    sync_folder(move_log.folder)
+
+
+def facts_of(move_log: MoveLog) -> pb.RankFacts:
+    """Raises Damaged. Blocking."""
+    try:
+        return pb.RankFacts.FromString((move_log.folder / FACTS).read_bytes())
+    except (OSError, ValueError) as error:
+        raise Damaged(f"the description of the image of {move_log.move} cannot be read: {error}") from error
+
+
+def verified(images: Path, move_log: MoveLog) -> list[Path]:
+    """The files of an image, in order. Raises Damaged unless they are what was stored. Blocking."""
+    try:
+        wanted: dict[str, str] = json.loads((move_log.folder / DIGESTS).read_bytes())
+        found = {path.name: digest(path) for path in _files(images)}
+    except (OSError, ValueError) as error:
+        raise Damaged(f"the image of {move_log.move} cannot be read: {error}", where=Where.UNKNOWN) from error
+    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if wrong:
+        raise Damaged(
+            f"these files of the image of rank {move_log.begin.rank} have changed on the disk: {', '.join(wrong[:5])}",
+            remedy="check the disk of that node; the job cannot be resumed from a damaged image",
+            where=Where.UNKNOWN,
+        )
+    return [images / name for name in sorted(wanted)]
+
+
+def digest(path: Path) -> str:
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            state.update(block)
+    return state.hexdigest()
+
+
+def _files(images: Path) -> list[Path]:
+    return sorted(path for path in images.iterdir() if not path.name.startswith("."))
+
+
+def _write(path: Path, content: bytes) -> None:
+    fresh = path.with_suffix(".new")
+    with open(fresh, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.rename(path)

@@ -1,0 +1,70 @@
+"""Where the image of a frozen rank goes: to the target of its move, or, if its whole job is suspended, into a store here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.moves import image_seal
+from snapshotd.moves.jobs import stored
+from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.node import Node
+from snapshotd.moves.record import Begin
+from snapshotd.moves.source.channel import streams_to_target
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.spans import span
+from snapshotd.transport.image.local_stream import LocalStream
+from snapshotd.transport.image.stream import Stream
+
+
+class Sink(Protocol):
+    def streams(self) -> AbstractAsyncContextManager[Sequence[Stream]]:
+        """Streams for the chunks; the sender closes them."""
+
+    async def seal(self, files: Sequence[pb.ImageFile]) -> Sequence[str]:
+        """All files were sent: has them verified. Returns the names of those that are damaged."""
+
+
+def sink_of(node: Node, move_log: MoveLog, facts: pb.RankFacts) -> Sink:
+    if move_log.begin.coordinator:
+        return StoreSink(node, move_log, facts)
+    return TargetSink(node, move_log.begin)
+
+
+class TargetSink:
+    """The target of a move."""
+
+    def __init__(self, node: Node, begin: Begin) -> None:
+        self.node, self.begin = node, begin
+
+    def streams(self) -> AbstractAsyncContextManager[Sequence[Stream]]:
+        return streams_to_target(self.node, self.begin)
+
+    async def seal(self, files: Sequence[pb.ImageFile]) -> Sequence[str]:
+        begin = self.begin
+        with span("sign"):
+            signature = await in_thread(image_seal.sign, self.node.credentials, image_seal.statement(begin, files))
+        request = pb.SealRequest(move=begin.move, files=files, signature=signature)
+        with span("seal"):
+            async with self.node.client(begin.target_node, begin.target_endpoint) as client:
+                return list((await client.target.Seal(request, timeout_s=60)).damaged)
+
+
+class StoreSink:
+    """The store of this node. What `seal` has accepted is on the disk, with what a resumption has to know."""
+
+    def __init__(self, node: Node, move_log: MoveLog, facts: pb.RankFacts) -> None:
+        self.node, self.log, self.facts = node, move_log, facts
+
+    @asynccontextmanager
+    async def streams(self) -> AsyncIterator[Sequence[Stream]]:
+        yield [LocalStream(self.node.suspended, self.log.move) for _ in range(self.node.config.streams)]
+
+    async def seal(self, files: Sequence[pb.ImageFile]) -> Sequence[str]:
+        with span("seal"):
+            damaged = await in_thread(self.node.suspended.seal, self.log.move, files)
+        if not damaged:
+            await in_thread(stored.describe, self.node.suspended.path(self.log.move), self.log, self.facts)
+        return damaged

@@ -1,0 +1,61 @@
+"""The part of a source in suspending a whole job: its move has a coordinator, whose record decides, instead of a target.
+
+Invariant: see snapshotd/moves/job_rules.py. Once a whole image is stored here, nothing but the coordinator's outcome ends
+the move.
+"""
+
+from __future__ import annotations
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import WrongState
+from snapshotd.keepers.ranks import RankEntry
+from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.nccl import gate_processes
+from snapshotd.moves.rules import Mark
+from snapshotd.moves.where import where_of
+
+_REMEDY = "end the job by itself (its own checkpoint), or move its ranks one by one with `migrator move`"
+
+
+async def checks(entry: RankEntry, facts: pb.RankFacts) -> list[pb.Check]:
+    """What a rank must not use if it is to be suspended, although it could move."""
+    found = []
+    if facts.HasField("gpu"):
+        found.append(
+            pb.Check(
+                name="suspend-gpu",
+                verdict=pb.Check.REFUSE,
+                reason="the rank uses a GPU, and GPU ranks cannot be suspended yet",
+                remedy=_REMEDY,
+            )
+        )
+    if await gate_processes.find([entry]):
+        found.append(
+            pb.Check(
+                name="suspend-nccl",
+                verdict=pb.Check.REFUSE,
+                reason="the rank is in NCCL communicators, and such ranks cannot be suspended yet",
+                remedy=_REMEDY,
+            )
+        )
+    return found
+
+
+def must_not_be(move_log: MoveLog, why: str) -> None:
+    """Raises WrongState for the move of a rank that is suspended."""
+    if move_log.begin.coordinator:
+        raise WrongState(
+            f"{move_log.move} suspends rank {move_log.begin.rank} with its job: {why}",
+            remedy="`migrator job list` shows the suspension",
+            where=where_of(move_log),
+        )
+
+
+def decides_alone(move_log: MoveLog) -> bool:
+    """Whether this daemon may record ABORT without asking. With a whole image here, the coordinator may have committed."""
+    return not move_log.begin.coordinator or move_log.last_mark is not Mark.STREAMED
+
+
+def copy_exists(move_log: MoveLog, entry: RankEntry | None) -> bool:
+    """Whether the rank's process is here, and the keeper without which it must not run."""
+    return move_log.copy_exists() and entry is not None and entry.keeper_alive()

@@ -1,0 +1,46 @@
+"""The part of a target in resuming a whole job: plans the addresses of its rank, and asks the coordinator."""
+
+from __future__ import annotations
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Refused, SnapshotError, Unreachable, Usage, Where, WrongState
+from snapshotd.moves.journal import check_move_id
+from snapshotd.moves.node import Node
+from snapshotd.moves.peers import connections
+from snapshotd.moves.peers.connections import NAME_THE_NETWORK
+from snapshotd.moves.record import ClusterNode
+from snapshotd.net import rejoin
+
+ASK_S = 10.0
+
+
+def planned(request: pb.PrepareRequest) -> tuple[list[pb.Rewire], list[ClusterNode]]:
+    """The rank's connections as they will be, and the nodes of the cluster. Raises Refused if its addresses are not clear, or
+    taken. Blocking."""
+    check_move_id(request.coordinator.record)
+    uid = request.facts.rank.uid
+    ranks = [rejoin.Resumed(one.rank_uid, one.from_node, one.to_node, list(one.rewires)) for one in request.ranks]
+    if uid not in {rank.uid for rank in ranks}:
+        raise Usage("a rank is resumed with a list of all ranks of its job, itself included")
+    rewires, problems = rejoin.plan(uid, ranks, list(request.nodes))
+    if problems:
+        raise Refused(f"new-addresses: {'; '.join(problems[:5])}", remedy=NAME_THE_NETWORK, where=Where.SUSPENDED)
+    for check in connections.examine(rewires, uid):
+        if check.verdict == pb.Check.REFUSE:
+            raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SUSPENDED)
+    return rewires, [ClusterNode.of(node) for node in request.nodes]
+
+
+async def check_coordinator(node: Node, coordinator: pb.Coordinator) -> None:
+    """Raises Unreachable if the coordinator does not answer: this node could not learn how the resumption ends."""
+    try:
+        async with node.client(coordinator.node, coordinator.endpoint) as client:
+            found = await client.job.GetOutcome(pb.MoveRequest(move=coordinator.record), timeout_s=ASK_S)
+    except SnapshotError as error:
+        raise Unreachable(
+            f"{coordinator.node}, the coordinator of the job, does not answer {node.config.node} at"
+            f" {coordinator.endpoint}: {error.headline}",
+            where=Where.SUSPENDED,
+        ) from error
+    if found.kind != pb.UNDECIDED:
+        raise WrongState(f"{coordinator.record} has ended: {found.reason}", where=Where.SUSPENDED)

@@ -1,0 +1,169 @@
+"""The coordinator's records: COMMIT needs every rank, a job is resumed once, and the record of a suspended job is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Busy, NotFound, SnapshotError, Undone, Usage, WrongState
+from snapshotd.moves.jobs.coordinator import JobSteps, is_needed
+from snapshotd.moves.journal import Journal
+from snapshotd.moves.rules import Mark
+
+RECORD, FIRST, SECOND = (f"m-{number:012x}" for number in (1, 2, 3))
+
+
+class Daemon:
+    """A coordinator, and the other daemons, which answer what the test says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stored: dict[str, pb.Outcome] = {}
+        self.copies: dict[str, pb.Copy] = {}
+        self.dropped: list[str] = []
+        config = SimpleNamespace(node="node-1", advertise="10.0.0.1:7070")
+        self.journal = Journal(folder)
+        node: Any = SimpleNamespace(config=config, journal=self.journal, client=self._client)
+        self.steps = JobSteps(node)
+
+    @asynccontextmanager
+    async def _client(self, name: str, endpoint: str) -> AsyncIterator[Any]:
+        async def outcome(request: pb.MoveRequest, timeout_s: float) -> pb.Outcome:
+            if request.move not in self.stored:
+                raise NotFound("no such move")
+            return self.stored[request.move]
+
+        async def copy(request: pb.MoveRequest, timeout_s: float) -> pb.Copy:
+            return self.copies.get(request.move, pb.Copy(state=pb.Copy.NO_SUCH_MOVE))
+
+        async def drop(request: pb.DropImageRequest, timeout_s: float) -> pb.DropImageReply:
+            self.dropped.append(request.image)
+            return pb.DropImageReply()
+
+        yield SimpleNamespace(
+            source=SimpleNamespace(GetOutcome=outcome, DropImage=drop), target=SimpleNamespace(GetCopy=copy)
+        )
+
+    async def stop(self) -> None:
+        for moving in self.steps.moves.values():
+            if moving.settling is not None:
+                moving.settling.cancel()
+                await asyncio.gather(moving.settling, return_exceptions=True)
+
+    async def suspend(self) -> None:
+        await self.steps.begin(suspension())
+        self.stored = {part.move: pb.Outcome(stored=True) for part in suspension().participants}
+        assert (await self.steps.commit(RECORD)).kind == pb.COMMIT
+        self.stored = {move: pb.Outcome(kind=pb.COMMIT, settled=True) for move in self.stored}
+        await self.settle(RECORD)
+
+    async def settle(self, record: str) -> None:
+        moving = self.steps.moving(record)
+        async with moving.lock:
+            await self.steps.settle_once(moving)
+
+
+def part(rank: int, move: int, image: int = 0) -> pb.Participant:
+    here = {"node": f"node-{rank + 1}", "endpoint": "e", "image_node": "node-1", "image_endpoint": "e"}
+    stored = f"m-{image:012x}" if image else ""
+    return pb.Participant(rank_uid=f"train-{rank}", rank=rank, move=f"m-{move:012x}", image=stored, **here)
+
+
+def suspension() -> pb.BeginJobRequest:
+    return pb.BeginJobRequest(
+        record=RECORD, job="train", user_id=7, participants=[part(0, 16), part(1, 17)], lease_s=30
+    )
+
+
+def resumption(record: str, moves: tuple[int, int] = (32, 33)) -> pb.BeginJobRequest:
+    parts = [part(0, moves[0], 16), part(1, moves[1], 17)]
+    return pb.BeginJobRequest(record=record, job="train", user_id=7, suspension=RECORD, participants=parts, lease_s=30)
+
+
+@pytest.fixture
+async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
+    made = Daemon(tmp_path)
+    yield made
+    await made.stop()
+
+
+async def test_commit_is_refused_until_every_rank_is_stored(daemon: Daemon) -> None:
+    await daemon.steps.begin(suspension())
+    daemon.stored = {"m-000000000010": pb.Outcome(stored=True), "m-000000000011": pb.Outcome()}
+    with pytest.raises(Undone, match="rank 1 on node-2 is not ready"):
+        await daemon.steps.commit(RECORD)
+    assert (await daemon.steps.outcome(RECORD)).kind == pb.UNDECIDED
+    assert (await daemon.steps.abort(RECORD, "given up", "test")).kind == pb.ABORT
+    assert (await daemon.steps.commit(RECORD)).kind == pb.ABORT, "the outcome is written once"
+
+
+async def test_images_are_dropped_only_when_every_rank_runs(daemon: Daemon) -> None:
+    await daemon.suspend()
+    await daemon.steps.begin(resumption(FIRST))
+    daemon.copies = {f"m-{move:012x}": pb.Copy(state=pb.Copy.HELD) for move in (32, 33)}
+    assert (await daemon.steps.commit(FIRST)).kind == pb.COMMIT
+    daemon.copies["m-000000000020"] = pb.Copy(state=pb.Copy.RUNNING)
+    await daemon.settle(FIRST)
+    assert daemon.dropped == []
+    daemon.copies["m-000000000021"] = pb.Copy(state=pb.Copy.RUNNING)
+    await daemon.settle(FIRST)
+    assert daemon.dropped == ["m-000000000010", "m-000000000011"]
+    assert daemon.steps.moving(FIRST).log.last_mark is Mark.SETTLED
+
+
+async def test_a_job_is_resumed_once(daemon: Daemon) -> None:
+    with pytest.raises(NotFound):
+        await daemon.steps.begin(resumption(FIRST))
+    await daemon.suspend()
+    answers = await asyncio.gather(
+        daemon.steps.begin(resumption(FIRST)), daemon.steps.begin(resumption(SECOND, (34, 35))), return_exceptions=True
+    )
+    assert [type(answer) for answer in answers] == [pb.BeginJobReply, Busy]
+    daemon.copies = {f"m-{move:012x}": pb.Copy(state=pb.Copy.HELD) for move in (32, 33)}
+    assert (await daemon.steps.commit(FIRST)).kind == pb.COMMIT
+    with pytest.raises(WrongState):
+        await daemon.steps.begin(resumption(SECOND, (34, 35)))
+    with pytest.raises(SnapshotError):
+        await daemon.steps.drop(RECORD, "test")
+
+
+async def test_an_attempt_that_was_undone_does_not_count(daemon: Daemon) -> None:
+    await daemon.suspend()
+    await daemon.steps.begin(resumption(FIRST))
+    await daemon.steps.abort(FIRST, "given up", "test")
+    await daemon.steps.begin(resumption(SECOND, (34, 35)))
+    listed = {job.record: job for job in (await daemon.steps.listed()).jobs}
+    assert (listed[RECORD].ended_by, listed[FIRST].outcome, listed[SECOND].outcome) == ("", pb.ABORT, pb.UNDECIDED)
+
+
+async def test_all_ranks_of_the_suspension_are_resumed(daemon: Daemon) -> None:
+    await daemon.suspend()
+    request = resumption(FIRST)
+    del request.participants[1]
+    with pytest.raises(Usage):
+        await daemon.steps.begin(request)
+
+
+async def test_records_of_a_suspended_job_are_needed(daemon: Daemon) -> None:
+    await daemon.suspend()
+    record = daemon.journal.get(RECORD)
+    assert is_needed(daemon.journal, record)
+    await daemon.steps.drop(RECORD, "test")
+    assert not is_needed(daemon.journal, record)
+    assert daemon.dropped == ["m-000000000010", "m-000000000011"]
+
+
+async def test_restarted_coordinator_keeps_what_it_has_recorded(daemon: Daemon, tmp_path: Path) -> None:
+    await daemon.steps.begin(suspension())
+    again = Daemon(tmp_path)
+    again.steps.adopt_journal()
+    again.stored = {move.move: pb.Outcome(stored=True) for move in suspension().participants}
+    assert (await again.steps.commit(RECORD)).kind == pb.COMMIT
+    await again.stop()
+    assert Journal(tmp_path).get(RECORD).committed

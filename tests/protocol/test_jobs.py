@@ -1,0 +1,299 @@
+"""Every event of suspending and resuming a job, with every participant dying at it: one incarnation runs, or none and all
+its images are whole. Afterwards everything is settled, and a retry succeeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import product
+
+import pytest
+
+from migrator.job_protocol import RESUME, SUSPEND, UNDO_RESUME, UNDO_SUSPEND, Asked, JobStep, index_of, undo_plan
+from snapshotd.moves import job_rules
+from snapshotd.moves.job_rules import Answer, JobDecision, Part, StoreDecision, StoreFacts
+from snapshotd.moves.rules import CopyState, Mark, Outcome
+from tests.protocol.job_model import DRIVER, NODES, Died, JobModel, Lost, Refused
+
+#: The model's name of each call.
+RPC = {
+    "Source.Inspect": "",
+    "Job.Begin": "job_begin",
+    "Source.Begin": "begin",
+    "Source.Freeze": "freeze",
+    "Source.Stream": "stream",
+    "Job.Commit": "job_commit",
+    "Source.Release": "release",
+    "Source.GetImage": "get_image",
+    "Target.Examine": "",
+    "Target.Prepare": "prepare",
+    "Source.Send": "send",
+    "Target.Restore": "restore",
+    "Target.Activate": "activate",
+    "Job.Abort": "job_abort",
+    "Source.Abort": "abort",
+    "Target.Discard": "discard",
+}
+
+
+class Attempt:
+    """A driver that suspends or resumes the job."""
+
+    def __init__(self, model: JobModel, name: str, suspension: str = "", to: Sequence[str] = ("one", "spare")) -> None:
+        self.model, self.name, self.suspension = model, name, suspension
+        self.table, self.undo = (RESUME, UNDO_RESUME) if suspension else (SUSPEND, UNDO_SUSPEND)
+        self.stores, self.moves = [node for _, node in model.running()], [f"{name}-0", f"{name}-1"]
+        self.images: list[str] = []
+        if suspension:
+            parts = model.journal[NODES[0], suspension].parts
+            self.stores, self.images = [part[0] for part in parts], [part[1] for part in parts]
+        self.nodes = list(to) if suspension else self.stores
+
+    def run(self) -> str:
+        """done, undone, or "" if the driver died."""
+        self.model.up[DRIVER] = True
+        reached = 0
+        try:
+            try:
+                while reached < len(self.table):
+                    self.ask(self.table[reached])
+                    reached += 1
+                return "done"
+            except (Lost, Refused):
+                return self.end(reached)
+        except Died as died:
+            if died.who == DRIVER:
+                return ""
+            raise
+
+    def end(self, reached: int) -> str:
+        if reached > index_of("Job.Commit", self.table):
+            return ""
+        try:
+            outcome = self.model.call(DRIVER, NODES[0], "job_abort", self.name)
+        except (Lost, Refused):
+            return ""
+        if outcome is Outcome.COMMIT:
+            return ""
+        for step in undo_plan(self.table, self.undo, reached):
+            if step.call != "Job.Abort":
+                self.ask(step, patient=True)
+        return "undone"
+
+    def ask(self, step: JobStep, *, patient: bool = False) -> None:
+        if not (rpc := RPC[step.call]):
+            return
+        if step.asked is Asked.COORDINATOR:
+            parts = [
+                f"{self.nodes[rank]} {self.moves[rank]} {self.stores[rank]} {(self.images or self.moves)[rank]}"
+                for rank in (0, 1)
+            ]
+            more = (self.suspension, *parts) if rpc == "job_begin" else ()
+            self.model.call(DRIVER, NODES[0], rpc, self.name, *more)
+            return
+        for rank in (0, 1):
+            try:
+                self.model.call(DRIVER, *self.request(rpc, rank))
+            except (Lost, Refused):
+                if not patient:
+                    raise
+
+    def request(self, rpc: str, rank: int) -> tuple[str, ...]:
+        store, node, move = self.stores[rank], self.nodes[rank], self.moves[rank]
+        match rpc:
+            case "begin":
+                return node, rpc, move, str(rank), self.name
+            case "get_image":
+                return store, rpc, self.images[rank]
+            case "prepare":
+                return node, rpc, move, str(rank), self.images[rank], self.name
+            case "send":
+                return store, rpc, self.images[rank], node, move
+            case _:
+                return node, rpc, move
+
+
+def walked(*, resuming: bool) -> tuple[JobModel, Attempt]:
+    """A model with a running or a suspended job, and an attempt that was not run yet."""
+    model = JobModel()
+    if resuming:
+        assert Attempt(model, "s").run() == "done"
+        model.settle()
+        assert model.running() == []
+    model.labels.clear()
+    return model, Attempt(model, "r", "s") if resuming else Attempt(model, "s")
+
+
+@cache
+def labels(*, resuming: bool) -> tuple[str, ...]:
+    model, attempt = walked(resuming=resuming)
+    assert attempt.run() == "done"
+    return tuple(model.labels)
+
+
+def suspended(model: JobModel) -> bool:
+    return set(model.images.values()) == {0, 1} and not any(copy.alive for copy in model.copies)
+
+
+def judge(model: JobModel, *, resuming: bool) -> None:
+    """The job runs or is suspended, nothing is left over, and a retry succeeds."""
+    model.settle()
+    assert model.unfinished() == []
+    if model.killed:
+        running = {copy.incarnation for copy in model.copies if copy.running}
+        assert len(running) <= 1
+        if not suspended(model):
+            return  # a rank has died, as it does without us
+    runs = [rank for rank, _ in model.running()] == [0, 1]
+    assert runs != suspended(model), f"{model.copies} {model.images}"
+    assert bool(model.images) == suspended(model), "images are left"
+    if runs and resuming:
+        return  # it was resumed
+    if runs:
+        assert Attempt(model, "again").run() == "done"
+    name = next(
+        move
+        for (_, move), record in model.journal.items()
+        if record.role == "job" and not record.suspension and record.outcome is Outcome.COMMIT
+    )
+    model.settle()
+    assert suspended(model)
+    assert Attempt(model, "back", name).run() == "done"
+    model.settle()
+    assert model.running() == [(0, "one"), (1, "spare")]
+    assert model.images == {}
+
+
+FAULTS: dict[str, Callable[[JobModel], None]] = {
+    "driver dies": lambda model: model.kill(DRIVER),
+    **{f"daemon of {node} dies": (lambda model, node=node: model.kill(node)) for node in NODES},  # type: ignore[misc]
+    **{f"{node} reboots": (lambda model, node=node: model.reboot(node)) for node in NODES},  # type: ignore[misc]
+    **{f"{node} is cut off": (lambda model, node=node: model.cut.add(node)) for node in NODES},  # type: ignore[misc]
+}
+
+
+def test_suspend_and_resume_without_faults() -> None:
+    model, attempt = walked(resuming=True)
+    assert suspended(model)
+    assert attempt.run() == "done"
+    assert model.running() == [(0, "one"), (1, "spare")]
+    model.settle()
+    assert (model.images, model.unfinished()) == ({}, [])
+
+
+@pytest.mark.parametrize("resuming", [False, True])
+def test_the_walk_asks_for_every_call_of_the_table(resuming: bool) -> None:
+    for step in RESUME if resuming else SUSPEND:
+        if rpc := RPC[step.call]:
+            assert any(label.startswith(f"driver: {rpc} asked") for label in labels(resuming=resuming)), step.call
+
+
+@pytest.mark.parametrize("resuming", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("soon", [False, True])
+def test_any_participant_dies_at_any_event(fault: str, resuming: bool, soon: bool) -> None:
+    """What died comes back at the next event but one, or only when the driver has given up."""
+    for event, label in enumerate(labels(resuming=resuming)):
+        model, attempt = walked(resuming=resuming)
+        model.faults[event] = FAULTS[fault]
+        if soon:
+            model.faults[event + 2] = JobModel.heal
+        try:
+            attempt.run()
+            judge(model, resuming=resuming)
+        except AssertionError as error:
+            error.add_note(f"{fault} at event {event}, {label}")
+            raise
+
+
+@pytest.mark.parametrize("resuming", [False, True])
+@pytest.mark.parametrize("second", ["driver dies", "daemon of one dies", "daemon of two dies", "daemon of spare dies"])
+@pytest.mark.parametrize("first", ["daemon of one dies", "daemon of two dies", "daemon of spare dies"])
+def test_two_participants_die(first: str, second: str, resuming: bool) -> None:
+    count = len(labels(resuming=resuming))
+    for event in range(count):
+        for later in range(event + 1, min(count, event + 8)):
+            model, attempt = walked(resuming=resuming)
+            model.faults[event], model.faults[later] = FAULTS[first], FAULTS[second]
+            try:
+                attempt.run()
+                judge(model, resuming=resuming)
+            except AssertionError as error:
+                error.add_note(f"{first} at {event}, {second} at {later}")
+                raise
+
+
+@pytest.mark.parametrize("resuming", [False, True])
+def test_driver_that_asks_for_commit_too_early_is_refused(resuming: bool) -> None:
+    """After any call, also one that only the first of the two nodes has got."""
+    table = RESUME if resuming else SUSPEND
+    before = table[index_of("Job.Begin", table) + 1 : index_of("Job.Commit", table)]
+    for reached, ranks in product(range(len(before)), ((), (0,))):
+        model, attempt = walked(resuming=resuming)
+        for step in table[: table.index(before[reached])]:
+            attempt.ask(step)
+        for rank in ranks:
+            model.call(DRIVER, *attempt.request(RPC[before[reached].call], rank))
+        with pytest.raises(Refused):
+            model.call(DRIVER, NODES[0], "job_commit", attempt.name)
+        judge(model, resuming=resuming)
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_suspended_job_survives_the_reboot_of_any_node(node: str) -> None:
+    model, _ = walked(resuming=True)
+    model.reboot(node)
+    model.start(node)
+    assert Attempt(model, "r", "s").run() == "done"
+    assert model.running() == [(0, "one"), (1, "spare")]
+
+
+def test_a_job_is_resumed_once() -> None:
+    model, attempt = walked(resuming=True)
+    assert attempt.run() == "done"
+    with pytest.raises(Refused):
+        model.call(DRIVER, NODES[0], "job_begin", "second", "s", "one x one y")
+
+
+# ---------------------------------------------------------------- the rules themselves: each matters
+
+
+def store(mark: Mark, said: Answer, **more: bool) -> StoreDecision:
+    facts = {"copy_exists": True, "interrupted": False, "lease_expired": False, **more}
+    return job_rules.store_next(StoreFacts(mark=mark, outcome=None, coordinator=said, **facts))[0]
+
+
+@pytest.mark.parametrize("said", [Answer.UNREACHABLE, Answer.UNDECIDED, Answer.UNKNOWN])
+@pytest.mark.parametrize("trouble", ["interrupted", "lease_expired"])
+def test_a_whole_image_waits_for_the_coordinator(said: Answer, trouble: str) -> None:
+    assert store(Mark.STREAMED, said, **{trouble: True}) is StoreDecision.WAIT
+
+
+def test_a_store_without_a_whole_image_may_abort_alone() -> None:
+    assert store(Mark.FROZEN, Answer.UNDECIDED, interrupted=True) is StoreDecision.RECORD_ABORT
+    assert store(Mark.FROZEN, Answer.UNDECIDED, copy_exists=False) is StoreDecision.RECORD_ABORT
+    assert store(Mark.FROZEN, Answer.UNREACHABLE, lease_expired=True) is StoreDecision.RECORD_ABORT
+    assert store(Mark.FROZEN, Answer.UNREACHABLE) is StoreDecision.WAIT
+
+
+def test_commit_needs_every_participant() -> None:
+    assert job_rules.may_commit({"rank 0": Part.READY, "rank 1": Part.READY})[0]
+    assert not job_rules.may_commit({})[0]
+    for other in set(Part) - {Part.READY}:
+        ready, why = job_rules.may_commit({"rank 0": Part.READY, "rank 1": other})
+        assert not ready
+        assert why == f"rank 1 {other}"
+
+
+def test_a_store_whose_frozen_rank_died_is_not_ready() -> None:
+    assert job_rules.store_answer(Mark.STREAMED, None, copy_exists=False) is Part.LOST
+    assert job_rules.store_answer(Mark.STREAMED, None, copy_exists=True) is Part.READY
+    assert job_rules.target_part(CopyState.GONE) is Part.LOST
+
+
+def test_the_coordinator_decides_alone_only_by_its_lease() -> None:
+    assert job_rules.job_next(Mark.BEGUN, None, (), lease_expired=False)[0] is JobDecision.WAIT
+    assert job_rules.job_next(Mark.BEGUN, None, (), lease_expired=True)[0] is JobDecision.RECORD_ABORT
+    absent = (Part.DONE, Part.ABSENT)
+    assert job_rules.job_next(Mark.BEGUN, Outcome.ABORT, absent, lease_expired=True)[0] is JobDecision.CLOSE
+    assert job_rules.job_next(Mark.BEGUN, Outcome.COMMIT, absent, lease_expired=True)[0] is JobDecision.ASK
