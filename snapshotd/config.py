@@ -96,6 +96,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Annotated[Path, _PATH] = Path("/run/snapshotd")
     spool_dir: Annotated[Path, _PATH] = Path()  # output of ranks without their home node; empty: state_dir/spool
     image_dir: Annotated[Path, _PATH] = Path()  # in memory; empty in the file: run_dir/images
+    # What moves have reserved of this machine's memory, for other daemons on it; empty in the file: run_dir/memory
+    memory_claims_dir: Annotated[Path, _PATH] = Path()
     criu: Annotated[str, _PATH] = ""  # empty in the file: see find_criu
     criu_version: str = ""  # not a key: the version of `criu`
     network_user: Annotated[str, Meta(min_length=1, max_length=64, description="the name of a user")] = "snapshotd"
@@ -186,6 +188,10 @@ def _fill_in(found: dict[str, Any], problems: list[str]) -> None:
         del found["image_dir"]
         if "run_dir" in found:
             found["image_dir"] = found["run_dir"] / "images"
+    if found.get("memory_claims_dir") == Path():
+        del found["memory_claims_dir"]
+        if "run_dir" in found:
+            found["memory_claims_dir"] = found["run_dir"] / "memory"
     if "criu" in found:
         try:
             found["criu"], found["criu_version"] = find_criu(found["criu"] or None)
@@ -220,7 +226,7 @@ def _contradictions(found: dict[str, Any]) -> list[str]:
                     f"image_dir: {found['image_dir']} is not on tmpfs or ramfs; mount a tmpfs there, because images contain"
                     " the job's memory and must never reach a disk"
                 )
-    for name in ("state_dir", "run_dir", "image_dir", "spool_dir"):
+    for name in ("state_dir", "run_dir", "image_dir", "spool_dir", "memory_claims_dir"):
         if name not in found or (name == "spool_dir" and found[name].parent == found.get("state_dir")):
             continue
         try:

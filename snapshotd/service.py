@@ -40,6 +40,7 @@ from snapshotd.moves.history import History
 from snapshotd.moves.jobs.coordinator import JobSteps
 from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.journal import Journal, MoveLog
+from snapshotd.moves.memory_watch import MemoryWatch
 from snapshotd.moves.nccl.communicators import Communicators
 from snapshotd.moves.nccl.gates import GateSteps
 from snapshotd.moves.nccl.members import Members
@@ -56,6 +57,7 @@ from snapshotd.moves.where import where_of
 from snapshotd.net import addresses
 from snapshotd.network.dispatch import Context, Services
 from snapshotd.proc import host
+from snapshotd.proc.room import Room
 from snapshotd.progress.sampler import Sampler
 from snapshotd.runtime import faults, metrics
 from snapshotd.runtime.blocking import in_thread
@@ -77,13 +79,15 @@ class Daemon:
         faults.arm(config.run_dir)
         symbols.builds.keep_in(config.state_dir)
         session.open_programs(config.criu)
-        store, suspended = ImageStore(config.image_dir), ImageStore(config.state_dir / "suspended", on_disk=True)
+        room = Room(config.memory_claims_dir, config.node)
+        store = ImageStore(config.image_dir, room=room)
+        suspended = ImageStore(config.state_dir / "suspended", on_disk=True)
         carry = Carry(config.state_dir, config.carry_paths)
         self.gpus = Gpus(config.gpu_library_dir, config.run_dir / "gpus.json")
         reserve = Reserve(config.state_dir)
         reserve.hold()
         journal, ranks = Journal(config.state_dir, reserve), Ranks(config.state_dir, reserve)
-        self.node = Node(config, journal, reserve, ranks, store, suspended, carry, self.gpus, connect, self._lost)
+        self.node = Node(config, journal, reserve, ranks, store, suspended, carry, self.gpus, room, connect, self._lost)
         self.relays = Relays(self.node)
         self.peer = PeerSteps(self.node)
         self.gates = GateSteps(self.node)
@@ -101,6 +105,7 @@ class Daemon:
         self.progress = Sampler(
             self.node.ranks.all, lambda: self._running_moves() > 0, config.health.progress_interval_s
         )
+        self.memory_watch = MemoryWatch(room, self.source, self.target)
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limits = Limits.within(config.ranks_per_user, descriptors)
         self.keepers = KeeperLinks(config.keeper_socket, self.adoption.adopt, self.adoption.events(), limits)
@@ -141,6 +146,7 @@ class Daemon:
         await self.keepers.start()
         self.history.start()
         self.health.start()
+        self.memory_watch.start()
         self.progress.start()
         self._recalling = asyncio.create_task(self._recall_forwardings(), name="recall forwardings")
 
@@ -180,6 +186,7 @@ class Daemon:
                 if moving.settling is not None:
                     moving.settling.cancel()
         self._recalling.cancel()
+        await self.memory_watch.stop()
         await self.health.stop()
         await self.progress.stop()
         await self.history.stop()
@@ -211,7 +218,7 @@ class Daemon:
             kernel=host.kernel(),
             architecture=host.architecture(),
             criu_version=config.criu_version,
-            memory_available_bytes=host.memory_available_bytes(),
+            memory_available_bytes=(await in_thread(self.node.room.free)).bytes,
             image_capacity_bytes=await in_thread(self.node.store.capacity_bytes),
             image_held_bytes=held,
             ranks=sum(1 for entry in self.node.ranks.all() if not entry.away_node),

@@ -53,7 +53,7 @@ class Rounds:
         share = self.memory.size() // len(self.names) + devmem.SLOT_BYTES
         for name in self.names:
             (self.folder / name).unlink(missing_ok=True)
-            stripe_files.allocate(self.folder / name, share)
+            stripe_files.allocate(self.folder / name, share, lambda step: None)
         await asyncio.to_thread(self._ready, os.O_RDWR)
         while not await self._out():
             pass
@@ -88,7 +88,7 @@ class Rounds:
             return self.memory.offload(COPY_S)
         except TooSmall as small:  # the process ran since its memory was measured
             for name in self.names:
-                stripe_files.enlarge(self.folder / name, small.largest_bytes)
+                stripe_files.enlarge(self.folder / name, small.largest_bytes, lambda step: None)
             return self.memory.offload(COPY_S)
 
 

@@ -1693,6 +1693,7 @@ class RankFacts(_message.Message):
     CLOSED_BYTES_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     NCCL_RDMA_FIELD_NUMBER: _builtins.int
+    MEMORY_ID_FIELD_NUMBER: _builtins.int
     PRIORITIES_FIELD_NUMBER: _builtins.int
     source_node: _builtins.str
     daemon_version: _builtins.str
@@ -1704,6 +1705,8 @@ class RankFacts(_message.Message):
     carried_bytes: _builtins.int
     processes: _builtins.int
     threads: _builtins.int
+    memory_id: _builtins.str
+    """of the memory that the source uses: nodes of a lab share that of one machine"""
     @_builtins.property
     def rank(self) -> Global___Rank: ...
     @_builtins.property
@@ -1767,11 +1770,12 @@ class RankFacts(_message.Message):
         closed_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         protocol: Global___Protocol | None = ...,
         nccl_rdma: _abc.Iterable[_builtins.str] | None = ...,
+        memory_id: _builtins.str = ...,
         priorities: Global___Priorities | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "identity", b"identity", "priorities", b"priorities", "protocol", b"protocol", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "carried_bytes", b"carried_bytes", "closed_bytes", b"closed_bytes", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "daemon_version", b"daemon_version", "directories", b"directories", "files", b"files", "gpu", b"gpu", "identity", b"identity", "kernel", b"kernel", "limits", b"limits", "memory_bytes", b"memory_bytes", "nccl_rdma", b"nccl_rdma", "priorities", b"priorities", "processes", b"processes", "protocol", b"protocol", "rank", b"rank", "source_node", b"source_node", "threads", b"threads", "user_ids", b"user_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "carried_bytes", b"carried_bytes", "closed_bytes", b"closed_bytes", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "daemon_version", b"daemon_version", "directories", b"directories", "files", b"files", "gpu", b"gpu", "identity", b"identity", "kernel", b"kernel", "limits", b"limits", "memory_bytes", b"memory_bytes", "memory_id", b"memory_id", "nccl_rdma", b"nccl_rdma", "priorities", b"priorities", "processes", b"processes", "protocol", b"protocol", "rank", b"rank", "source_node", b"source_node", "threads", b"threads", "user_ids", b"user_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.moves.closed_files import Ahead, Scope
@@ -36,6 +37,8 @@ class Moving:
     prepared: bool = False  # source: the offload was prepared, as far as possible
     facts: pb.RankFacts = field(default_factory=pb.RankFacts)  # source: the latest result of preflight
     nodes: list[pb.NodeAddresses] = field(default_factory=list)  # source: the cluster, from the driver
+    short_of_memory: str = ""  # why this move is being undone by the watch of this node's memory
+    restoring: asyncio.Task[Any] | None = None  # target
     failure: str = ""  # why a step of the move can never succeed again
     source_seen_s: float = -math.inf  # target: CLOCK_BOOTTIME of the source's last question about the copy held here
     done: bool = False  # target: woken or dropped, nothing is left to do

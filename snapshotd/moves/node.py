@@ -14,6 +14,7 @@ from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves.carry import Carry
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.reserve import Reserve
+from snapshotd.proc.room import Room
 from snapshotd.transport.image.store import ImageStore
 
 
@@ -29,12 +30,11 @@ class Node:
     suspended: ImageStore  # images of suspended ranks, on a disk
     carry: Carry
     gpus: Gpus
+    room: Room
     connect: Callable[[str, str], Channel]  # a new connection to the daemon of (node, endpoint)
     lost: Callable[[RankEntry], Awaitable[None]]  # ends a rank whose keeper is dead, and reports it to its home
     #: Held during a dump in which criu makes links: it uses the same numbers in every dump, so two dumps would collide.
     linking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    #: Held from the check for room for offloaded device memory until the room is allocated.
-    taking_room: asyncio.Lock = field(default_factory=asyncio.Lock)
     caches_left: dict[str, int] = field(default_factory=dict)  # by move: bytes that torch's cache returned
 
     def client(self, name: str, endpoint: str) -> DaemonClient:

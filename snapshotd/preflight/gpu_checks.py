@@ -21,6 +21,7 @@ from snapshotd.preflight.reports import DriverReport
 from snapshotd.preflight.verdict import listed, passed, refused, warned
 from snapshotd.proc import comm, environ
 from snapshotd.proc.memory import THIS_NODE, memory_room
+from snapshotd.proc.room import RESERVE_BYTES
 
 #: The first driver that can checkpoint processes.
 OLDEST_DRIVER = 570
@@ -36,8 +37,6 @@ _TOOL_VARIABLES = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFI
 _TOOL_LIBRARY = re.compile(r"lib(ToolsInjection|cuda-injection|Interceptor|cuinj|sanitizer-|cudadebugger)")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-#: Left free in addition to the device memory that the checkpoint copies into the process.
-RESERVE_BYTES = 256 * 1024 * 1024
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 

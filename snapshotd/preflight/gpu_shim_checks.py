@@ -13,12 +13,13 @@ from typing import Protocol
 from snapshotd.api.errors import SnapshotError
 from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.inprocess import devmem
-from snapshotd.preflight.gpu_checks import RESERVE_BYTES, VISIBLE, cuda_processes
+from snapshotd.preflight.gpu_checks import VISIBLE, cuda_processes
 from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.process_info import ProcessInfo
 from snapshotd.preflight.reports import DriverReport
 from snapshotd.preflight.verdict import listed, passed, refused, warned
 from snapshotd.proc import environ
+from snapshotd.proc.room import RESERVE_BYTES
 from snapshotd.proc.tree import Process
 
 #: The driver has one small mapping of its own below; managed memory is at the address the kernel chose, far above.

@@ -26,11 +26,10 @@ from snapshotd.preflight.verdict import guarded, listed, passed, refused, warned
 from snapshotd.proc import cgroup, cgroup_limits
 from snapshotd.proc import priorities as process_priorities
 from snapshotd.proc.priorities import Priorities
+from snapshotd.proc.room import RESERVE_BYTES
 
 #: Has a file for each RDMA device that programs may use.
 RDMA_FOLDER = Path("/dev/infiniband")
-#: Kept free in addition to what the rank needs, for the node itself.
-RESERVE_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,7 @@ class Offer:
     gpu: GpuOffer
     look: UserLook
     allow_root: bool = False
+    memory_id: str = ""
 
 
 def examine(
@@ -56,18 +56,19 @@ def examine(
     restore_factor: float = 1.1,
     gpu_wish: str = "",
     allow_root: bool = False,
+    memory_id: str = "",
 ) -> list[Check]:
     """Verdicts about moving this rank here; never raises. Blocking (it examines files): run it in a thread.
 
     `node` is this node as GetNode returns it. `may_replace` tells whether a file was left behind by an earlier move.
     `restore_factor` is the peak memory of a restore for each byte of the rank, including the image. `gpu_wish` is the
     requested GPU, in the form that snapshotd/cuda/pairing.py accepts. A rank without a GPU gets only one GPU check.
-    `allow_root` is the node's policy for ranks of root.
+    `allow_root` is the node's policy for ranks of root. `memory_id` is this node's; the source may share it.
     """
     wanted = TARGET_CHECKS | (GPU_CHECKS if facts.HasField("gpu") else {})
     gpu = GpuOffer(facts, node, gpu_wish)
     with UserLook(user_of(facts)) as look:
-        offer = Offer(facts, node, carry_paths, may_replace, restore_factor, gpu, look, allow_root)
+        offer = Offer(facts, node, carry_paths, may_replace, restore_factor, gpu, look, allow_root, memory_id)
         return [guarded(name, check, offer) for name, check in wanted.items()]
 
 
@@ -192,11 +193,16 @@ def memory(offer: Offer) -> Check:
     offloaded = min(offer.facts.gpu.offloaded_bytes, offer.facts.memory_bytes)  # arrives in stripes, not through CRIU
     restored = int((offer.facts.memory_bytes - offloaded) * offer.restore_factor)
     wanted = restored + offloaded + offer.facts.carried_bytes + RESERVE_BYTES
+    shared = ""
+    if offer.memory_id and offer.facts.memory_id == offer.memory_id and offer.facts.gpu.device_bytes:
+        source_bytes = offer.facts.gpu.device_bytes + RESERVE_BYTES
+        wanted += source_bytes
+        shared = f", including {_mib(source_bytes)} on the source, which shares the memory of this machine"
     free = offer.node.memory_available_bytes
     if free < wanted:
         return refused(
             "memory",
-            f"the restore needs {_mib(wanted)} of memory, {offer.node.name} has {_mib(free)} free",
+            f"the restore needs {_mib(wanted)} of memory{shared}; {offer.node.name} has {_mib(free)} free",
             f"free memory on {offer.node.name}, or choose another node",
         )
     return passed("memory", f"{_mib(free)} free, {_mib(wanted)} needed")

@@ -6,6 +6,8 @@ the kernel reclaims it first.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,8 @@ THIS_NODE = "this node"
 #: names of the limit, of the usage and of the page cache rows of memory.stat, in cgroup v2 and v1
 _V2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+_PRESSURE = "/proc/pressure/memory"
+_READ_BYTES = 16 << 10  # more than any of these files has
 
 
 def memory_room(pid: int) -> list[tuple[str, int]]:
@@ -26,6 +30,55 @@ def memory_room(pid: int) -> list[tuple[str, int]]:
 
 def cgroup_rooms(membership: str, mounts: str) -> Iterator[tuple[str, int]]:
     """The same for each cgroup that limits it. The arguments are the texts of /proc/PID/cgroup and mountinfo."""
+    for folder, names in _groups(membership, mounts):
+        room = _room(folder, *names)
+        if room is not None:
+            yield f"cgroup {folder}", room
+
+
+class OwnRoom:
+    """The same for this process, whose cgroups do not change: its files are opened once and read again.
+
+    Usable in a sandbox that is entered afterwards, and often: a move that grows by gigabytes a second is watched with it.
+    """
+
+    def __init__(self) -> None:
+        self._meminfo = os.open("/proc/meminfo", os.O_RDONLY | os.O_CLOEXEC)
+        self._groups: list[tuple[Path, tuple[int, int, int], tuple[str, ...]]] = []
+        for folder, (limit, use, cache) in _groups(read_text("/proc/self/cgroup"), read_text("/proc/self/mountinfo")):
+            if not all((folder / name).exists() for name in (limit, use, "memory.stat")):
+                continue  # the root group, or one without the controller
+            fds = [os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC) for name in (limit, use, "memory.stat")]
+            self._groups.append((folder, (fds[0], fds[1], fds[2]), cache))
+
+    def tightest(self) -> tuple[str, int]:
+        """What limits this process most, and how many bytes that leaves it."""
+        found = (THIS_NODE, meminfo.parse_available(_read(self._meminfo)))
+        for folder, fds, cache in self._groups:
+            with contextlib.suppress(OSError):  # a group that was removed limits nothing
+                room = _left(_read(fds[0]), _read(fds[1]), _read(fds[2]), cache)
+                if room is not None and room < found[1]:
+                    found = (f"cgroup {folder}", room)
+        return found
+
+    def close(self) -> None:
+        for fd in (self._meminfo, *(fd for _, fds, _ in self._groups for fd in fds)):
+            os.close(fd)
+        self._groups = []
+
+
+def stalled_percent(path: str = _PRESSURE) -> float:
+    """The share of the last ten seconds in which no process could run for lack of memory (PSI, `full avg10`). 0 where the
+    kernel does not measure it."""
+    try:
+        rows = [line.split() for line in read_text(path).splitlines()]
+        return next(float(row[1].removeprefix("avg10=")) for row in rows if row[:1] == ["full"])
+    except (OSError, ValueError, StopIteration, IndexError):
+        return 0.0
+
+
+def _groups(membership: str, mounts: str) -> Iterator[tuple[Path, tuple[str, str, tuple[str, ...]]]]:
+    """Each cgroup of the process and those above it, with the names of their files."""
     unified, memory = _roots(mountinfo.parse(mounts))
     for one in cgroup_paths.parse(membership):
         if one.unified:
@@ -38,9 +91,7 @@ def cgroup_rooms(membership: str, mounts: str) -> Iterator[tuple[str, int]]:
             continue  # not mounted, or above what this daemon's cgroup namespace shows
         group = root / one.path.lstrip("/")
         for folder in (group, *group.parents):
-            room = _room(folder, *names)
-            if room is not None:
-                yield f"cgroup {folder}", room
+            yield folder, names
             if folder == root:
                 break
 
@@ -48,14 +99,21 @@ def cgroup_rooms(membership: str, mounts: str) -> Iterator[tuple[str, int]]:
 def _room(folder: Path, limit: str, use: str, cache: tuple[str, ...]) -> int | None:
     """None where there is no limit: the root group, a group without the controller, `max`."""
     try:
-        limit_bytes = (folder / limit).read_text().strip()
-        if not limit_bytes.isdigit():
-            return None
-        used_bytes = int((folder / use).read_text())
-        rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        texts = [(folder / name).read_text() for name in (limit, use, "memory.stat")]
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return max(0, int(limit_bytes) - used_bytes + sum(int(rows.get(row, 0)) for row in cache))
+    return _left(texts[0], texts[1], texts[2], cache)
+
+
+def _left(limit: str, used: str, stat: str, cache: tuple[str, ...]) -> int | None:
+    if not limit.strip().isdigit():
+        return None
+    rows = dict(line.split() for line in stat.splitlines())
+    return max(0, int(limit) - int(used) + sum(int(rows.get(row, 0)) for row in cache))
+
+
+def _read(fd: int) -> str:
+    return os.pread(fd, _READ_BYTES, 0).decode()
 
 
 def _roots(mounts: list[mountinfo.Mount]) -> tuple[Path | None, Path | None]:

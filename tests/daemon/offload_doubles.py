@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from snapshotd.moves.moving import Moving
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark
 from snapshotd.proc import host
+from snapshotd.proc.room import Room
 from snapshotd.proc.tree import Process
 from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.image.store import ImageStore
@@ -156,9 +156,10 @@ class Source:
         self.channel: Channel | None = None
         self.let_go: list[Process] = []
         self.stopped_others = 0
-        store = ImageStore(folder / "images")
+        room = Room(folder / "memory", "a")
+        store = ImageStore(folder / "images", room=room)
         config = SimpleNamespace(image_dir=folder / "images", device_channel="encrypted")
-        self.node: Any = SimpleNamespace(config=config, store=store, client=self._client, taking_room=asyncio.Lock())
+        self.node: Any = SimpleNamespace(config=config, store=store, client=self._client, room=room)
         begin = Begin(
             MOVE, "source", "job-0", "job", 0, "a", "a:1", "b", "b:1", "00" * 32, host.boot_id(), 1.0, lease_s=30.0
         )

@@ -74,6 +74,7 @@ def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
         spool_dir=Path("/var/lib/snapshotd/spool"),
         run_dir=Path("/run/snapshotd"),
         image_dir=RAM / "snapshotd-test-images",
+        memory_claims_dir=Path("/run/snapshotd/memory"),
         criu=str(criu),
         criu_version="4.2.1",
         network_user="nobody",

@@ -23,14 +23,14 @@ from snapshotd.api.errors import (
 )
 from snapshotd.inprocess import devmem
 from snapshotd.inprocess.devmem import Caught, TooSmall
-from snapshotd.moves.device import offload, stripe_files
+from snapshotd.moves.device import checkpoint_room, offload, stripe_files
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.source import freeze
 from snapshotd.moves.source.dump import Dump
-from snapshotd.preflight.gpu_checks import RESERVE_BYTES
+from snapshotd.proc.room import FLOOR_BYTES, RESERVE_BYTES
 from snapshotd.proc.tree import Process
 from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.image.frame import IMAGE_NAME
@@ -155,11 +155,11 @@ async def test_concurrent_offloads_do_not_take_the_same_room(
     needed = 2 * SIZE + 2 * devmem.STRIPES * devmem.SLOT_BYTES + RESERVE_BYTES
     folder = source.node.config.image_dir / "parked"
 
-    def room() -> int:
+    def left() -> tuple[str, int]:
         taken: list[int] = [file.stat().st_blocks * 512 for file in folder.glob("*/*")]
-        return needed + MIB - sum(taken)
+        return "this node", needed + MIB - sum(taken)
 
-    monkeypatch.setattr(source.node.store, "room_bytes", room)
+    monkeypatch.setattr(source.node.room._own, "tightest", left)
     begin = msgspec.structs.replace(source.log.begin, move="m-00000000000f")
     other = Moving(Journal(tmp_path / "other").begin(begin))
     other.log.mark(Mark.BEGUN)
@@ -169,7 +169,26 @@ async def test_concurrent_offloads_do_not_take_the_same_room(
     )
     warned = [text for one in prepared if one is not None for text in one.warnings]
     assert len(warned) == 1
-    assert "MiB are free" in warned[0]
+    assert "this node has" in warned[0]
+    assert source.node.room.free().reserved_bytes == 0
+
+
+async def test_memory_taken_while_files_are_allocated_leaves_all_to_the_driver(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = stripe_files.folder_of(source.node.config.image_dir, MOVE)
+
+    def left() -> tuple[str, int]:
+        return ("this node", FLOOR_BYTES - 1 if folder.exists() else 1 << 40)
+
+    monkeypatch.setattr(source.node.room._own, "tightest", left)
+    size, _ = await source.out()
+    assert (size, source.first.said) == (0, ["drop"])
+    assert "only 128 MiB of memory left" in source.moving.offload.warnings[0]  # type: ignore[union-attr]
+    assert not folder.exists()
+    assert source.node.room.free().reserved_bytes == 0
+    source.moving.offload.must_fit(source.first.process.pid, Where.SOURCE_RUNNING)  # type: ignore[union-attr]
+    assert source.node.room.free().reserved_bytes == 2 * SIZE, "for the driver's checkpoint"
 
 
 async def test_failure_with_memory_offloaded_fails_the_move(source: Source) -> None:
@@ -237,7 +256,7 @@ async def test_memory_beyond_the_jobs_limits_is_not_left_to_the_driver(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source.second.failures = [GpuFailed("CUDA_ERROR_UNKNOWN")]
-    monkeypatch.setattr(offload, "memory_room", lambda pid: [("cgroup /job", SIZE)])
+    monkeypatch.setattr(checkpoint_room, "memory_room", lambda pid: [("cgroup /job", SIZE)])
     with pytest.raises(Full, match="cgroup /job leaves 64 MiB"):
         await source.out()
 
@@ -253,9 +272,17 @@ async def test_silent_process_is_left_to_the_driver_if_there_is_room(
     size, _ = await source.out()
     assert size == 0
     assert "another version of the shim" in source.moving.offload.warnings[0]  # type: ignore[union-attr]
-    monkeypatch.setattr(offload, "memory_room", lambda pid: [("cgroup /job", SIZE)])
+    monkeypatch.setattr(checkpoint_room, "memory_room", lambda pid: [("cgroup /job", SIZE)])
     with pytest.raises(Full, match="needs 128 MiB"):
         source.moving.offload.must_fit(source.first.process.pid, Where.SOURCE_RUNNING)  # type: ignore[union-attr]
+
+
+async def test_memory_reserved_for_another_move_is_not_left_to_the_driver(source: Source) -> None:
+    source.second.failures = [GpuFailed("CUDA_ERROR_UNKNOWN")]
+    await source.prepare()
+    source.node.room.count("another move", lambda: 1 << 50)
+    with pytest.raises(Full, match="reserved for other moves"):
+        await source.moving.offload.out(source.driver, list(source.memories), Parts(), source._stop_others)  # type: ignore[union-attr]
 
 
 async def test_process_with_offloaded_memory_is_not_frozen_again(source: Source) -> None:

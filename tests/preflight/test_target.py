@@ -171,6 +171,21 @@ def test_memory_check_uses_the_restore_factor() -> None:
     assert verdicts(facts(), here, restore_factor=2.0)["memory"].verdict == Check.REFUSE
 
 
+def test_source_on_the_same_machine_needs_its_part_of_the_memory() -> None:
+    here, report = node(), facts()
+    here.memory_available_bytes = 13 * GIB
+    report.memory_bytes += 5 * GIB
+    report.gpu.device_bytes = report.gpu.offloaded_bytes = 5 * GIB
+    report.memory_id = "0123"
+    apart, check = (
+        next(one for one in examine(report, here, carry_paths=(), memory_id=shared) if one.name == "memory")
+        for shared in ("4567", "0123")
+    )
+    assert apart.verdict == Check.PASS
+    assert check.verdict == Check.REFUSE
+    assert "including 5376 MiB on the source, which shares the memory" in check.reason
+
+
 def the_file(tmp_path: Path) -> tuple[Path, RankFacts, FileFact]:
     path = tmp_path / "file"
     path.write_bytes(b"content")

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from snapshotd.api.errors import Full, RankGone, SnapshotError, Where, WrongState
 from snapshotd.cuda.driver import Gpus
 from snapshotd.inprocess.devmem import Caught, TooSmall
-from snapshotd.moves.device import standstill, stripe_files
+from snapshotd.moves.device import checkpoint_room, standstill, stripe_files
 from snapshotd.moves.device.memory import copy_s
 from snapshotd.moves.device.parts import Parts, each
 from snapshotd.moves.device.source_channel import SourceChannel, reason
@@ -30,9 +30,8 @@ from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import OffloadedMemory, StripedProcess
 from snapshotd.moves.rules import Mark
-from snapshotd.preflight.gpu_checks import RESERVE_BYTES
 from snapshotd.proc import host
-from snapshotd.proc.memory import memory_room
+from snapshotd.proc.room import FLOOR_BYTES, RESERVE_BYTES, mib
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import all_at_once, in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -57,6 +56,7 @@ class Offload:
         self.channel = SourceChannel(node, move_log, self.names, self._warn)
         #: If the processes cannot be asked, the bytes that preflight saw.
         self._wanted_bytes = sum(one.expected_bytes for one in striped) or preflight_bytes
+        self._unallocated_bytes = 0  # of the stripe files
 
     @property
     def _expected_bytes(self) -> int:
@@ -82,13 +82,38 @@ class Offload:
 
     async def _make_files(self) -> None:
         wanted = [(self.folder / name, one.stripe_bytes) for one in self.striped for name in one.names]
-        needed = sum(size for _, size in wanted) + RESERVE_BYTES
-        async with self.node.taking_room:
-            room = await in_thread(self.node.store.room_bytes)
-            if room < needed:
-                raise Full(f"{needed >> 20} MiB are needed to offload it here, {room >> 20} MiB are free")
-            await in_thread(stripe_files.make_folder, self.node.config.image_dir, self.log.move)
-            await all_at_once(lambda file: stripe_files.allocate(*file), wanted)
+        await in_thread(self._reserve, sum(size for _, size in wanted))
+        await in_thread(stripe_files.make_folder, self.node.config.image_dir, self.log.move)
+        await all_at_once(lambda file: stripe_files.allocate(*file, self._look), wanted)
+
+    @property
+    def _purpose(self) -> str:
+        return f"stripes of {self.log.move}"
+
+    def _reserve(self, size_bytes: int) -> None:
+        """Reserves memory for files. Blocking. Raises Full."""
+        with self.node.room.turn():
+            room = self.node.store.room_bytes()
+            if room < size_bytes + RESERVE_BYTES:
+                raise Full(
+                    f"{mib(size_bytes)} and a reserve of {mib(RESERVE_BYTES)} are needed to offload it here, {mib(room)} are"
+                    f" free: {self.node.room.free()}"
+                )
+            self._unallocated_bytes += size_bytes
+            self.node.room.count(self._purpose, lambda: self._unallocated_bytes)
+
+    def _look(self, step_bytes: int) -> None:
+        """Before more of a file is allocated. Blocking. Raises Full if something else has taken the memory meanwhile."""
+        limited_by, left = self.node.room.left()
+        at_once_bytes = min(
+            self._unallocated_bytes, step_bytes * len(self.names)
+        )  # the other files take a step as well
+        if left < at_once_bytes + FLOOR_BYTES:
+            raise Full(
+                f"{limited_by} has only {mib(left)} of memory left, and {mib(self._unallocated_bytes)} more are needed to"
+                " offload it here"
+            )
+        self._unallocated_bytes = max(0, self._unallocated_bytes - step_bytes)
 
     async def reopen_channel(self) -> None:
         """Replaces a channel that broke while the job was advancing to its cut; nothing was sent yet."""
@@ -99,22 +124,12 @@ class Offload:
             one.memory.ready(fds, one.slot_bytes)
 
     def must_fit(self, pid: int, where: Where) -> None:
-        """Raises Full when the job's memory limits leave no room for what the driver's checkpoint has to carry: that becomes
-        the job's own host memory, and preflight checked for less. Blocking."""
+        """Reserves host memory for what the driver's checkpoint has to carry: that becomes the job's own memory, and
+        preflight checked for less. Blocking. Raises Full."""
         left_bytes = self._wanted_bytes - sum(one.expected_bytes for one in self.striped)
-        if not left_bytes:
-            return
-        try:
-            whose, room = memory_room(pid)[0]
-        except (FileNotFoundError, ProcessLookupError) as error:
-            raise RankGone(f"process {pid} has ended", where=Where.UNKNOWN) from error
-        if room < left_bytes + RESERVE_BYTES:
-            raise Full(
-                f"device memory cannot be offloaded ({'; '.join(self.warnings)}), and the driver's checkpoint needs"
-                f" {left_bytes >> 20} MiB of host memory where {whose} leaves {room >> 20} MiB",
-                remedy="free memory, raise the job's memory limit, or let the job keep less on the GPU",
-                where=where,
-            )
+        if left_bytes > 0:
+            why = f"device memory cannot be offloaded ({'; '.join(self.warnings)}), and"
+            checkpoint_room.reserve(self.node, self.log.move, pid, left_bytes, why, where)
 
     # ------------------------------------------------------------------ while the job is at a standstill
 
@@ -204,11 +219,9 @@ class Offload:
             more_bytes = len(one.names) * max(0, small.largest_bytes - one.stripe_bytes)
             self._wanted_bytes += max(0, small.total_bytes - one.expected_bytes)
             one.expected_bytes = max(one.expected_bytes, small.total_bytes)
-            room = self.node.store.room_bytes()
-            if room < more_bytes + RESERVE_BYTES:
-                raise Full(f"{more_bytes >> 20} MiB more are needed to offload it, {room >> 20} MiB are free") from None
+            self._reserve(more_bytes)
             for name in one.names:
-                stripe_files.enlarge(self.folder / name, small.largest_bytes)
+                stripe_files.enlarge(self.folder / name, small.largest_bytes, self._look)
             return one.memory.offload(limit_s)
 
     async def _failed(self, one: Striped, error: BaseException) -> None:
@@ -247,6 +260,7 @@ class Offload:
 
     async def finish(self) -> int:
         """COMMIT stands, so everything has arrived: closes the channel and returns the bytes that were sent."""
+        await in_thread(self.node.room.give_up, self._purpose)
         return await self.channel.finish()
 
     async def give_up(self, why: SnapshotError | OSError) -> None:
@@ -256,10 +270,12 @@ class Offload:
         await self.channel.give_up()
         await asyncio.gather(*(all_at_once(Striped.drop, [one]) for one in striped))
         await in_thread(stripe_files.sweep, self.node.config.image_dir, self.log.move)
+        await in_thread(self.node.room.give_up, self._purpose)
 
     async def close(self) -> None:
         """Stops sending; the files stay. Idempotent."""
         await self.channel.close()
+        await in_thread(self.node.room.give_up, self._purpose)
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)

@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,8 @@ from snapshotd.moves.rules import Mark
 #: Their names, also on the wire.
 NAME = re.compile(r"device-[1-9][0-9]{0,9}-[0-9]{1,2}")
 
+#: Allocated in one call. Before each the caller looks whether there is memory.
+_STEP_BYTES = 64 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_…
 _TRIES = 5  # to make a folder whose parent another move may just have removed
 
@@ -60,24 +62,32 @@ def make_folder(image_dir: Path, move: str) -> Path:
     return folder
 
 
-def allocate(path: Path, expected_bytes: int) -> None:
-    """Creates a file and allocates all its pages, so that this takes no time while the job waits. Blocking. Raises Full."""
+def allocate(path: Path, expected_bytes: int, look: Callable[[int], None]) -> None:
+    """Creates a file and allocates all its pages, so that this takes no time while the job waits. Blocking. Raises Full.
+
+    `look` is called with the bytes of each step before it is taken, and raises Full if memory has become scarce. Without it
+    the kernel would kill processes to find memory for the file, and none of them has that memory."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    enlarge(path, expected_bytes)
+    enlarge(path, expected_bytes, look)
 
 
-def enlarge(path: Path, expected_bytes: int) -> None:
+def enlarge(path: Path, expected_bytes: int, look: Callable[[int], None]) -> None:
     """Does the same for an existing file; it never shrinks. Blocking. Raises Full."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        while _libc.fallocate(fd, 0, 0, max(1, expected_bytes)) != 0:
-            number = ctypes.get_errno()
-            if number == errno.EINTR:
+        at = os.fstat(fd).st_size
+        while at < expected_bytes:
+            step_bytes = min(_STEP_BYTES, expected_bytes - at)
+            look(step_bytes)
+            if _libc.fallocate(fd, 0, at, step_bytes) == 0:
+                at += step_bytes
                 continue
-            raise Full(
-                f"{path} cannot be made {expected_bytes >> 20} MiB large: {os.strerror(number)}",
-                where=Where.SOURCE_RUNNING,
-            )
+            number = ctypes.get_errno()
+            if number != errno.EINTR:
+                raise Full(
+                    f"{path} cannot be made {expected_bytes >> 20} MiB large: {os.strerror(number)}",
+                    where=Where.SOURCE_RUNNING,
+                )
     finally:
         os.close(fd)
 

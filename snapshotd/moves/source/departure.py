@@ -15,7 +15,7 @@ from snapshotd.api.errors import SnapshotError
 from snapshotd.files.as_user import User
 from snapshotd.keepers import relay_keys
 from snapshotd.keepers.ranks import RankEntry
-from snapshotd.moves.device import memory, refill, stripe_files
+from snapshotd.moves.device import checkpoint_room, memory, refill, stripe_files
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import held_copy
@@ -192,6 +192,7 @@ class Departure:
 
     async def _close(self, moving: Moving, sent_bytes: int | None = None) -> None:
         await in_thread(stripe_files.sweep, self.node.config.image_dir, moving.log.move)
+        await in_thread(checkpoint_room.give_up, self.node, moving.log.move)
         sent_bytes = moving.log.record.sent_bytes if sent_bytes is None else sent_bytes
         await in_thread(
             moving.log.mark,

@@ -14,7 +14,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, GpuFailed, RankGone, Refused, Undone, Where, WrongState
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry
-from snapshotd.moves.device import cuda_processes, memory, offload, standstill
+from snapshotd.moves.device import checkpoint_room, cuda_processes, memory, offload, standstill
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, held_copy, leftovers
@@ -105,6 +105,7 @@ async def freeze(
             device_bytes = await memory.take_off(node.gpus, processes, uses, parts, journal, offload_all)
     except GpuFailed as error:
         raise await in_thread(leftovers.explained, error, held_copy.processes(nccl)) from error
+    await in_thread(checkpoint_room.give_up, node, move)  # it is the job's own memory now
     with span("stop"):
         await in_thread(tree.stop_all, group, FREEZE_S)
     await reach(Point.STOPPED)
@@ -145,6 +146,10 @@ async def _prepare(node: Node, moving: Moving, processes: list[tree.Process], pa
         await moving.offload.reopen_channel()
     if moving.offload is not None and processes:
         await in_thread(moving.offload.must_fit, processes[0].pid, Where.SOURCE_RUNNING)
+    elif processes:
+        size, why = int(moving.facts.gpu.device_bytes), "no device memory can be offloaded, and"
+        move, pid = moving.log.move, processes[0].pid
+        await in_thread(checkpoint_room.reserve, node, move, pid, size, why, Where.SOURCE_RUNNING)
 
 
 def _expected(moving: Moving, left_bytes: int) -> dict[str, int]:

@@ -91,6 +91,7 @@ async def _look(node: Node, entry: RankEntry, pids: list[int]) -> Looked:
             gpu=look,
             nccl=nccl,
         )
+    facts.memory_id = node.room.machine
     if not preflight.refusals(checks):  # one may say that the rank's paths must not be looked at
         with span("look for closed files"):
             found, check, scope = await in_thread(_closed_files, node, entry, facts)

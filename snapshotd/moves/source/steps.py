@@ -14,6 +14,7 @@ from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import (
     Busy,
+    Full,
     GpuFailed,
     NcclFailed,
     NotFound,
@@ -218,6 +219,8 @@ class SourceSteps(SourceSettling):
         try:
             await task
         except asyncio.CancelledError:
+            if moving.short_of_memory:
+                raise Full(f"{moving.short_of_memory}; the move is undone", where=where_of(moving.log)) from None
             raise WrongState(f"move {move} was aborted while it was streamed", where=where_of(moving.log)) from None
         except Refused as error:
             raise late(error) from error

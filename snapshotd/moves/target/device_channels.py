@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from snapshotd.api.errors import Usage
+from snapshotd.api.errors import SnapshotError, Usage
 from snapshotd.moves.device.stripe_files import NAME
 from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.stripe_names import MAX_STRIPES
@@ -42,6 +42,12 @@ class DeviceChannels:
 
     def find(self, move: str) -> Incoming | None:
         return self._open.get(move)
+
+    def fail(self, move: str, why: SnapshotError) -> None:
+        """Receives nothing more: the source and a refill in progress learn why. Idempotent."""
+        incoming = self._open.get(move)
+        if incoming is not None:
+            incoming.fail(why)
 
     async def close(self, move: str) -> None:
         """Stops receiving; the files stay. Idempotent."""

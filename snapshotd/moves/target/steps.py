@@ -37,7 +37,7 @@ from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import CopyState, Mark, Outcome
 from snapshotd.moves.steps import must_be_at, step
-from snapshotd.moves.target import gpus, resumed
+from snapshotd.moves.target import gpus, resumed, short_of_memory
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.settling import TargetSettling, facts_of
 from snapshotd.moves.target.source_signature import SourceSignatures
@@ -76,6 +76,7 @@ class TargetSteps(TargetSettling):
                 may_replace=self.node.carry.may_replace,
                 gpu_wish=gpu_wish,
                 allow_root=self.node.config.allow_root_ranks,
+                memory_id=self.node.room.machine,
             )
         )
 
@@ -226,8 +227,9 @@ class TargetSteps(TargetSettling):
         await in_thread(moving.log.mark, Mark.RESTORING)
         await self.forwarding.make_room(moving.log.begin.rank_uid)
         restore = self.restores[move] = Restore(self.node, moving.log)
+        moving.restoring = asyncio.create_task(restore.run(parts, self.device_channels.find(move)))
         try:
-            held = await restore.run(parts, self.device_channels.find(move))
+            held = await short_of_memory.unless(moving)
         except BaseException as error:
             moving.failure = str(error)
             if isinstance(error, SnapshotError):
@@ -236,6 +238,7 @@ class TargetSteps(TargetSettling):
             await restore.sweep(self.node, moving.log)
             raise
         finally:
+            moving.restoring = None
             del self.restores[move]  # it has the keeper's connection, which outlives the move
         await reach(Point.RESTORED)
         await in_thread(moving.log.mark, Mark.HELD, **held)

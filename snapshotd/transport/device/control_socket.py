@@ -21,6 +21,8 @@ from snapshotd.transport.device.records import StripeError
 
 MESSAGE_BYTES = 16 << 10
 _PR_SET_PDEATHSIG = 1
+#: If memory runs out after all, the kernel kills these processes first: the move is undone, and no job or daemon is lost.
+_OOM_SCORE = 900
 #: Copies off the GPU and criu take longer, and so have priority.
 _NICE = 10
 
@@ -35,6 +37,8 @@ class Control:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides what Ctrl-C at its terminal means
         self._line = socket.socket(fileno=os.dup(0))
         os.nice(_NICE)
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(str(_OOM_SCORE))
 
     def fileno(self) -> int:
         return self._line.fileno()

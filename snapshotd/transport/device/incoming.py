@@ -139,6 +139,10 @@ class Incoming:
         if not isinstance(error, SnapshotError):
             log.error("receiving a stripe failed unexpectedly", exc_info=error)
             error = Internal(f"receiving a stripe failed unexpectedly: {error!r}")
+        self.fail(error)
+
+    def fail(self, error: SnapshotError) -> None:
+        """Receives nothing more. The first failure counts."""
         if self.failed is None:
             log.warning("device memory from %s: %s: %s", self._source_node, error.code, error.message)
             self.failed = error

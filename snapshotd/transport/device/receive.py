@@ -17,6 +17,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from snapshotd.proc.memory import OwnRoom
+from snapshotd.proc.room import FLOOR_BYTES, mib
 from snapshotd.transport.device.connection import Connection, taken_over
 from snapshotd.transport.device.control_socket import Control, Ended, restrict, serve
 from snapshotd.transport.device.records import (
@@ -39,12 +41,16 @@ _HANG_UP_S = 5.0
 _FALLOC_FL_KEEP_SIZE = 1
 #: Reserved in one call, during which nothing can be written.
 _RESERVE_BYTES = 64 << 20
+#: Written between two looks at the memory that is left. The processes of the other stripes write as well.
+_LOOK_BYTES = 8 << 20
+#: Nothing is allocated ahead if less is left: that is only for speed.
+_AHEAD_BYTES = 1 << 30
 
 
 class Receiver:
-    def __init__(self, control: Control, path: str) -> None:
-        self._control, self._path = control, Path(path)
-        self._have = self._reported = 0
+    def __init__(self, control: Control, path: str, room: OwnRoom) -> None:
+        self._control, self._path, self._room = control, Path(path), room
+        self._have = self._reported = self._looked = 0
         self._done = self._reported_done = self._over = False
         self._buffer = Buffer()
         self._header = memoryview(bytearray(HEADER_BYTES))
@@ -177,9 +183,23 @@ class Receiver:
             )
 
     def _write(self, data: memoryview) -> None:
+        self._look()
         done = 0
         while done < len(data):  # a file system that is nearly full takes part of it
             done += os.pwritev(self._file, [data[done:]], self._have + done)
+
+    def _look(self) -> None:
+        """Raises before the kernel would kill processes to find memory for the file: none of them has that memory."""
+        if self._have < self._looked:
+            return
+        limited_by, left = self._room.tightest()
+        if left < FLOOR_BYTES:
+            raise StripeError(
+                "full",
+                f"memory has run out: {limited_by} has {mib(left)} left, less than the {mib(FLOOR_BYTES)} that must stay"
+                f" free, and {mib(self._have)} of {self._path.name} have arrived",
+            )
+        self._looked = self._have + _LOOK_BYTES
 
     def _finish(self) -> None:
         """The stripe is complete. Idempotent."""
@@ -207,6 +227,8 @@ class Receiver:
         at = 0
         while at < expected_bytes:
             at = max(at, self._have)
+            if self._room.tightest()[1] < _AHEAD_BYTES + FLOOR_BYTES:
+                return
             with self._lock:
                 if self._done or self._over or _fallocate(self._file, _FALLOC_FL_KEEP_SIZE, at, _RESERVE_BYTES):
                     return
@@ -224,8 +246,9 @@ _fallocate.restype = ctypes.c_int
 
 
 def receive(control: Control, settings: dict[str, Any], _fds: list[int]) -> None:
+    room = OwnRoom()
     restrict(settings["path"])
-    receiver = Receiver(control, settings["path"])
+    receiver = Receiver(control, settings["path"], room)
     control.say(ready=True)
     receiver.run(int(settings["expected_bytes"]))
 

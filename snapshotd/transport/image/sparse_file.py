@@ -1,9 +1,10 @@
-"""Reads regular files in chunks of data and holes, so that a hole costs nothing."""
+"""Reads regular files in chunks of data and holes, and writes them, so that a hole costs nothing."""
 
 from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 from snapshotd.api.errors import Damaged, Where
 from snapshotd.transport.image.fifo import Stop
@@ -32,3 +33,18 @@ def _seek(fd: int, offset: int, whence: int, size: int) -> int:
         if error.errno != errno.ENXIO:
             raise
         return size
+
+
+def put(path: Path, frame: Frame) -> None:
+    """Writes the chunk's pages. Zero pages are left out: the file is new, so a hole reads as zero."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        payload = memoryview(frame.payload)
+        for start, end in frame.runs():
+            run, payload = payload[: end - start], payload[end - start :]
+            position = frame.offset + start
+            while run:
+                written = os.pwrite(fd, run, position)
+                run, position = run[written:], position + written
+    finally:
+        os.close(fd)

@@ -19,15 +19,17 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from snapshotd.api.errors import Damaged, Full, Internal, NotFound, SnapshotError, WrongState
 from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.proc import meminfo
+from snapshotd.proc.room import Room, mib
 from snapshotd.transport.image.chunk_list import Chunks, is_complete
 from snapshotd.transport.image.frame import IMAGE_NAME, MAX_FILE_BYTES, Frame
+from snapshotd.transport.image.sparse_file import put
 from snapshotd.transport.image.sync import sync_files, sync_folder
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ MAX_CHUNKS = 1 << 20
 #: What is sent while the rank still runs begins with this. If the source does not list it later, it was sent before a restart
 #: of the source's daemon, and counts as nothing.
 AHEAD = "ahead-"
+#: What images have reserved, in `Room`.
+ROOM = "images"
 _SEAL_NAME = ".sealed"  # not a valid name of an image file
 
 
@@ -55,6 +59,7 @@ class _Receiving:
     closed: bool = False  # being sealed or dropped: no writer may begin
     beside: tuple[str, ...] = ()  # files of the move that the device-memory channel writes
     beside_bytes: int = 0  # … and the memory reserved for them
+    refused: str = ""  # why nothing more is written
 
     def taken_beside_bytes(self) -> int:
         """The memory that those files take, including what is reserved ahead."""
@@ -68,14 +73,17 @@ class _Receiving:
 class ImageStore:
     """All images on this node, by move."""
 
-    def __init__(self, image_dir: Path, *, on_disk: bool = False) -> None:
-        """`on_disk`: for images that are kept. They must not be limited by the machine's memory, and survive a reboot."""
-        self._root, self._on_disk = image_dir, on_disk
+    def __init__(self, image_dir: Path, *, on_disk: bool = False, room: Room | None = None) -> None:
+        """`on_disk`: for images that are kept. They must not be limited by the machine's memory, and survive a reboot.
+        `room`: where the memory of other images is reserved; None: no others use this machine."""
+        self._root, self._on_disk, self._room = image_dir, on_disk, room
         self._lock = threading.Lock()
         self._receiving: dict[str, _Receiving] = {}
         self._sealed: dict[str, str] = {}  # move -> the sealed list of files
         self._dropping: list[threading.Thread] = []
         self._undropped: set[str] = set()
+        if room is not None and not on_disk:
+            room.count(ROOM, self.reserved_bytes)
         image_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         image_dir.chmod(0o700)
         self._leftovers = {entry.name for entry in os.scandir(image_dir) if MOVE_NAME.fullmatch(entry.name)}
@@ -89,7 +97,7 @@ class ImageStore:
         """Reserves memory for a move, Full if none is free. Idempotent. Removes partial images of before a restart."""
         directory = self._directory(move)
         self.dropped()
-        with self._lock:
+        with self._lock, self._room.turn() if self._room is not None else nullcontext():
             if move in self._sealed:
                 raise WrongState(f"the images of {move} are already here and sealed")
             if move in self._receiving:
@@ -99,7 +107,8 @@ class ImageStore:
                 self._leftovers.discard(move)
             room_bytes = self._room_bytes()
             if capacity_bytes > room_bytes:
-                raise Full(f"{move} needs {_mib(capacity_bytes)} MiB for its images, {_mib(room_bytes)} MiB are free")
+                why = f": {self._room.free()}" if self._room is not None and not self._on_disk else ""
+                raise Full(f"{move} needs {mib(capacity_bytes)} for its images, {mib(room_bytes)} are free{why}")
             try:
                 directory.mkdir(mode=0o700)
             except OSError as error:
@@ -122,7 +131,7 @@ class ImageStore:
                     return True
                 receiving.written_bytes += frame.payload_bytes
             try:
-                _put(receiving.directory / frame.name, frame)
+                put(receiving.directory / frame.name, frame)
             except OSError as error:
                 raise _translated(error, f"writing {frame.name} of {move}") from error
             with receiving.changed:
@@ -266,6 +275,21 @@ class ImageStore:
         with receiving.changed:
             receiving.beside, receiving.beside_bytes = tuple(names), size_bytes
 
+    def refuse(self, move: str, why: str) -> None:
+        """Writes nothing more of this move: a chunk is answered with Full. Idempotent."""
+        with self._lock:
+            receiving = self._receiving.get(move)
+        if receiving is not None:
+            with receiving.changed:
+                receiving.refused = why
+
+    def reserved_bytes(self) -> int:
+        """What is reserved for moves that are still arriving, and not used yet."""
+        return sum(
+            max(0, one.capacity_bytes - one.written_bytes - one.taken_beside_bytes())
+            for one in list(self._receiving.values())
+        )
+
     def capacity_bytes(self) -> int:
         """The most memory that images could use now: what they use, and what is free."""
         return self.held_bytes() + self._free_bytes()
@@ -289,6 +313,8 @@ class ImageStore:
         with receiving.changed:
             if receiving.closed:
                 raise WrongState(f"the images of {move} are being sealed or dropped")
+            if receiving.refused:
+                raise Full(receiving.refused)
             receiving.writers += 1
         try:
             yield receiving
@@ -320,20 +346,23 @@ class ImageStore:
         if over_bytes + receiving.beside_bytes > 0:
             over_bytes += receiving.taken_beside_bytes()
         if over_bytes > 0 and self._room_bytes() < frame.payload_bytes:
-            raise Full(f"{move} needs more than its {_mib(receiving.capacity_bytes)} MiB, and no more memory is free")
+            raise Full(f"{move} needs more than its {mib(receiving.capacity_bytes)}, and no more memory is free")
 
     def _room_bytes(self) -> int:
         """Free memory that is not reserved for a move that is still arriving."""
-        reserved_bytes = 0
-        for one in list(self._receiving.values()):
-            reserved_bytes += max(0, one.capacity_bytes - one.written_bytes - one.taken_beside_bytes())
-        return max(0, self._free_bytes() - reserved_bytes)
+        return max(0, self._free_bytes() - self.reserved_bytes())
+
+    def _disk_bytes(self) -> int:
+        storage = os.statvfs(self._root)
+        return storage.f_bavail * storage.f_frsize
 
     def _free_bytes(self) -> int:
         """The smaller of the tmpfs limit and the available memory: a tmpfs may be larger than the machine's memory."""
-        storage = os.statvfs(self._root)
-        free_bytes = storage.f_bavail * storage.f_frsize
-        return free_bytes if self._on_disk else min(free_bytes, meminfo.available_bytes())
+        free_bytes = self._disk_bytes()
+        if self._on_disk:
+            return free_bytes
+        memory_bytes = self._room.free(without=ROOM).bytes if self._room is not None else meminfo.available_bytes()
+        return min(free_bytes, memory_bytes)
 
 
 def _drop_unlisted(receiving: _Receiving, listed: Container[str]) -> None:
@@ -352,21 +381,6 @@ def _check_sane(frame: Frame) -> None:
         raise Damaged(f"{frame.name}: a chunk at {frame.offset} of {frame.length} bytes is beyond {MAX_FILE_BYTES}")
 
 
-def _put(path: Path, frame: Frame) -> None:
-    """Writes the chunk's pages. Zero pages are left out: the file is new, so a hole reads as zero."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        payload = memoryview(frame.payload)
-        for start, end in frame.runs():
-            run, payload = payload[: end - start], payload[end - start :]
-            position = frame.offset + start
-            while run:
-                written = os.pwrite(fd, run, position)
-                run, position = run[written:], position + written
-    finally:
-        os.close(fd)
-
-
 def _translated(error: OSError, doing: str) -> Full | Internal:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
         return Full(f"no space left while {doing}: {error.strerror}")
@@ -375,7 +389,3 @@ def _translated(error: OSError, doing: str) -> Full | Internal:
 
 def _unknown(move: str) -> NotFound:
     return NotFound(f"this node has no images of {move}")
-
-
-def _mib(count_bytes: int) -> int:
-    return count_bytes + (1 << 20) - 1 >> 20

@@ -12,6 +12,7 @@ import pytest
 
 from snapshotd.api.errors import Damaged, Full, NotFound, WrongState
 from snapshotd.api.snapshotd_pb2 import ImageFile
+from snapshotd.transport.image import sparse_file
 from snapshotd.transport.image import store as store_module
 from snapshotd.transport.image.chunk_list import Chunks, summary
 from snapshotd.transport.image.frame import MAX_FILE_BYTES, PAGE_BYTES, Frame, Kind, data_frame, hole_frame
@@ -242,7 +243,7 @@ def test_failed_drop_is_tried_again(store: ImageStore, tmp_path: Path, monkeypat
 def test_drop_waits_for_the_chunk_being_written(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.create(MOVE, 1 << 20)
     writing, go_on, order = threading.Event(), threading.Event(), []
-    put = store_module._put
+    put = sparse_file.put
 
     def slow_put(path: Path, frame: Frame) -> None:
         writing.set()
@@ -254,7 +255,7 @@ def test_drop_waits_for_the_chunk_being_written(store: ImageStore, monkeypatch: 
         store.drop(MOVE)
         order.append("dropped")
 
-    monkeypatch.setattr(store_module, "_put", slow_put)
+    monkeypatch.setattr(store_module, "put", slow_put)
     writer = threading.Thread(target=store.write, args=(MOVE, data_frame(1, "a.img", 0, b"x")))
     dropper = threading.Thread(target=drop)
     writer.start()

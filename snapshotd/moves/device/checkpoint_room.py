@@ -1,0 +1,41 @@
+"""Reserves host memory for the driver's checkpoint, which copies device memory into the process's own memory.
+
+Invariant: it is reserved before the job stands still, and until the checkpoint has been made or the move has ended.
+"""
+
+from __future__ import annotations
+
+from snapshotd.api.errors import Full, RankGone, Where
+from snapshotd.moves.node import Node
+from snapshotd.proc.memory import memory_room
+from snapshotd.proc.room import RESERVE_BYTES, mib
+
+_REMEDY = "free memory, raise the job's memory limit, or let the job keep less on the GPU"
+
+
+def reserve(node: Node, move: str, pid: int, size_bytes: int, why: str, where: Where) -> None:
+    """Reserves it. Blocking. Idempotent: the last call wins. Raises Full when the job's memory limits, or what is free here,
+    leave too little. `why`: why the driver's checkpoint has to carry that much."""
+    try:
+        whose, room = memory_room(pid)[0]
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise RankGone(f"process {pid} has ended", where=Where.UNKNOWN) from error
+    needs = f"{why} the driver's checkpoint needs {size_bytes >> 20} MiB of host memory"
+    if room < size_bytes + RESERVE_BYTES:
+        raise Full(f"{needs} where {whose} leaves {room >> 20} MiB", remedy=_REMEDY, where=where)
+    purpose = _purpose(move)
+    with node.room.turn():
+        free = node.room.free(without=purpose)
+        if free.bytes < size_bytes + RESERVE_BYTES:
+            kept = f"and {mib(RESERVE_BYTES)} must stay free"
+            raise Full(f"{needs}, {kept}: {free}", remedy=_REMEDY, where=where)
+        node.room.count(purpose, lambda: size_bytes)
+
+
+def give_up(node: Node, move: str) -> None:
+    """The checkpoint was made, or the move has ended. Idempotent."""
+    node.room.give_up(_purpose(move))
+
+
+def _purpose(move: str) -> str:
+    return f"checkpoint of {move}"

@@ -1,0 +1,135 @@
+"""What moves may use of a machine's memory: no byte is promised twice, and a dead daemon has reserved nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from snapshotd.api.errors import Full
+from snapshotd.proc import memory
+from snapshotd.proc.room import Room
+from snapshotd.transport.image.store import ImageStore
+from tests.proc.memory_group import limited
+
+GIB = 1 << 30
+MOVE, OTHER = "m-00000000000a", "m-00000000000b"
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[list[Room]]:
+    """The daemons of two nodes of one machine."""
+    rooms = [Room(tmp_path / "memory", node) for node in ("node-1", "node-2")]
+    yield rooms
+    for room in rooms:
+        room.close()
+
+
+def test_what_another_daemon_has_reserved_is_not_free(two: list[Room]) -> None:
+    here, there = two
+    before = there.free()
+    with here.turn():
+        here.count("images", lambda: 3 * GIB)
+    assert there.free().reserved_bytes == before.reserved_bytes + 3 * GIB
+    assert "3072 MiB are reserved for other moves" in str(there.free())
+    here.give_up("images")
+    assert there.free().reserved_bytes == before.reserved_bytes
+
+
+def test_what_was_taken_is_no_longer_reserved(two: list[Room]) -> None:
+    here, there = two
+    untaken = GIB
+    here.count("images", lambda: untaken)
+    here.state()
+    assert there.free().reserved_bytes == GIB
+    untaken = 1
+    here.state()
+    assert there.free().reserved_bytes == 1
+    assert (here.free().reserved_bytes, here.free(without="images").reserved_bytes) == (1, 0)
+
+
+def test_nested_turns_end_with_the_outer_one(two: list[Room], tmp_path: Path) -> None:
+    program = (
+        "import fcntl, sys\n"
+        "with open(sys.argv[1]) as file:\n"
+        "    try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "    except BlockingIOError: print('taken')\n"
+        "    else: print('free')\n"
+    )
+
+    def lock() -> str:
+        asked = [sys.executable, "-c", program, str(tmp_path / "memory" / "lock")]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+    with two[0].turn():
+        with two[0].turn():
+            pass
+        assert lock() == "taken"
+    assert lock() == "free"
+
+
+def test_reservations_of_a_killed_daemon_do_not_count(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib\n"
+        "from snapshotd.proc.room import Room\n"
+        "room = Room(pathlib.Path(sys.argv[1]), 'node-1')\n"
+        "room.count('images', lambda: 5 << 30)\n"
+        "room.state()\n"
+        "print(room.machine, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    folder = tmp_path / "memory"
+    command = [sys.executable, "-c", program, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        machine = daemon.stdout.readline().strip()
+        here = Room(folder, "node-2")
+        assert here.free().reserved_bytes == 5 * GIB
+        assert here.machine == machine
+        daemon.kill()
+        daemon.wait()
+        assert here.free().reserved_bytes == 0
+        assert [path.name for path in folder.glob("claim-node-1*")] == []
+        here.close()
+
+
+def test_two_nodes_of_a_machine_do_not_promise_the_same_memory(two: list[Room], tmp_path: Path) -> None:
+    stores = [ImageStore(tmp_path / f"images-{number}", room=room) for number, room in enumerate(two)]
+    free_bytes = 90 * GIB
+    for room in two:
+        room._own.tightest = lambda: ("this node", free_bytes)  # type: ignore[method-assign]
+    for store in stores:
+        store._disk_bytes = lambda: 1 << 50  # type: ignore[method-assign]
+    stores[0].create(MOVE, 60 * GIB)
+    with pytest.raises(Full, match="61440 MiB are reserved for other moves"):
+        stores[1].create(OTHER, 60 * GIB)
+    stores[0].drop(MOVE)
+    two[0].state()
+    stores[1].create(OTHER, 60 * GIB)
+
+
+@pytest.mark.root
+def test_own_room_is_that_of_the_tightest_cgroup() -> None:
+    program = (
+        "from snapshotd.proc.memory import OwnRoom, memory_room\n"
+        "import os\n"
+        "own = OwnRoom()\n"
+        "before, keep = own.tightest(), bytearray(os.urandom(1 << 20)) * 64\n"
+        "after = own.tightest()\n"
+        "print(before[0].startswith('cgroup'), before[1] <= 256 << 20, before[1] - after[1] > 60 << 20)\n"
+    )
+    with limited(256 << 20) as command:
+        done = subprocess.run([*command, sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"] * 3
+
+
+def test_pressure_is_read_where_the_kernel_measures_it(tmp_path: Path) -> None:
+    file = tmp_path / "memory"
+    assert memory.stalled_percent(str(file)) == 0
+    file.write_text(
+        "some avg10=50.00 avg60=1.00 avg300=0.10 total=1\nfull avg10=31.25 avg60=0.00 avg300=0.00 total=1\n"
+    )
+    assert memory.stalled_percent(str(file)) == 31.25

@@ -1,0 +1,36 @@
+"""A stripe that is too large for the memory of its cgroup: the receiver gives up before the kernel kills a process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.proc.memory_group import killed, limited
+
+ROOT = Path(__file__).resolve().parents[3]
+MIB = 1 << 20
+
+
+@pytest.mark.root
+def test_receiver_gives_up_before_the_kernel_kills_a_process() -> None:
+    folder = tempfile.mkdtemp(prefix="stripe-", dir="/dev/shm")
+    own = os.environ | {"PYTHONPATH": str(ROOT)}
+    try:
+        with limited(400 * MIB) as command:  # the file to send is in it as well
+            program = [sys.executable, "-m", "tests.transport.device.in_little_memory", folder, "160"]
+            done = subprocess.run(
+                [*command, *program], capture_output=True, text=True, env=own, timeout=120, check=False
+            )
+            dead = killed(command)
+            shutil.rmtree(folder)  # its pages belong to the group
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert (done.returncode, dead) == (0, 0), done.stderr
+    assert done.stdout.startswith("{900} full: memory has run out: cgroup "), done.stdout
+    assert "128 MiB that must stay free" in done.stdout
