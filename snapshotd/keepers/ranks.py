@@ -13,8 +13,9 @@ import logging
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +120,21 @@ class RankEntry:
         )
 
 
+_STORED = tuple(item.name for item in fields(RankEntry) if item.name not in {"link", "moving"})
+
+
 class Ranks:
     """The registry. A rank that has returned to its home node has two entries: one for each of its keepers."""
 
     def __init__(self, state_dir: Path, reserve: Reserve | None = None) -> None:
         self._reserve = reserve
+        self._storing = threading.Lock()  # several threads store the same entry
         self.folder = state_dir / "ranks"
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._entries: dict[tuple[str, str], RankEntry] = {}
-        known = {item.name for item in fields(RankEntry)} - {"link", "moving"}
         for path in sorted(self.folder.glob("*.json")):
             stored = json.loads(path.read_text())
-            entry = RankEntry(**{key: value for key, value in stored.items() if key in known})
+            entry = RankEntry(**{key: value for key, value in stored.items() if key in _STORED})
             if entry.boot_id == host.boot_id() or entry.role == "guest":
                 self._entries[entry.uid, entry.role] = (
                     entry  # a guest of an earlier boot has ended: its home node must be informed
@@ -154,11 +158,12 @@ class Ranks:
             (self.folder / f"{entry.uid}.{entry.role}.json").unlink(missing_ok=True)
 
     def _store(self, entry: RankEntry) -> None:
-        stored = {key: value for key, value in _plain(entry).items() if key not in {"link", "moving"}}
         path = self.folder / f"{entry.uid}.{entry.role}.json"
         fresh = path.with_suffix(".new")
-        self._write(lambda: fresh.write_text(json.dumps(stored)))
-        os.rename(fresh, path)
+        with self._storing:
+            text = json.dumps({name: getattr(entry, name) for name in _STORED})
+            self._write(lambda: fresh.write_text(text))
+            os.rename(fresh, path)
 
     def _write(self, write: Callable[[], object]) -> None:
         """Writes with the journal's reserve if the disk is full: a rank that is not recorded could outlive its keeper."""
@@ -196,14 +201,6 @@ class Ranks:
         A reboot of the home node does not count: moves exist to leave failing nodes, so the rank then runs without it.
         """
         return (self.folder / f"{check_rank_uid(uid)}.gone").exists()
-
-
-def _plain(entry: RankEntry) -> dict[str, object]:
-    link, entry.link = entry.link, None
-    try:
-        return asdict(entry)
-    finally:
-        entry.link = link
 
 
 def new_uid(job: str, rank: int) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Denied
 from snapshotd.keepers import relay_keys
 from snapshotd.keepers.link import KeeperLink
-from snapshotd.keepers.ranks import RankEntry, Ranks, _plain
+from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.keepers.relay import Relays
 from snapshotd.proc import host
 from tests.served import Serve, servicer
@@ -202,7 +203,7 @@ def test_what_another_node_sends_as_a_key_is_checked() -> None:
 
 def stored(known: RankEntry) -> RankEntry:
     """As after a restart."""
-    return RankEntry(**json.loads(json.dumps({key: value for key, value in _plain(known).items() if key != "link"})))
+    return RankEntry(**json.loads(json.dumps(asdict(replace(known, link=None)))))
 
 
 EVENTS = st.lists(st.sampled_from(["move", "undone", "relay", "answer lost", "restart"]), max_size=30)
