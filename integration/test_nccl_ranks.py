@@ -29,8 +29,9 @@ def names(result: dict[str, Any]) -> list[str]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("moved", [0, 1])
 def test_either_of_two_ranks_moves_there_and_back(nodes: Cluster, moved: int) -> None:
-    """Rank 0, which creates the unique ids, or rank 1."""
-    job = NcclJob(nodes, [SOURCE, SOURCE] if moved else [SOURCE, PEER])
+    """Rank 0, which creates the unique ids, or rank 1. NCCL's RAS is on, and ended for each move."""
+    ras = ("FAKE_NCCL_LEAVES=ras", "NCCL_RAS_ENABLE=1")
+    job = NcclJob(nodes, [SOURCE, SOURCE] if moved else [SOURCE, PEER], environment=ras)
     job.await_lines(5)
     home = job.places[moved]
     for to in (TARGET, home):
@@ -127,8 +128,8 @@ def test_nccl_error_while_communicators_are_rebuilt_is_undone(nodes: Cluster, ra
 
 @pytest.mark.sampled(1, group="NCCL failures")
 def test_move_is_undone_by_name_if_features_of_nccl_keep_something(nodes: Cluster) -> None:
-    """Thread and sockets of RAS, which the user has switched on, and memory. The communicators are built again."""
-    leaves = ("FAKE_NCCL_LEAVES=ras,memory", "NCCL_RAS_ENABLE=1")
+    """Thread and sockets of an old RAS, which the user has switched on, and memory. The communicators are built again."""
+    leaves = ("FAKE_NCCL_LEAVES=old-ras,memory", "NCCL_RAS_ENABLE=1")
     job = NcclJob(nodes, [SOURCE, PEER], environment=leaves)
     job.await_lines(5)
     result = nodes.move(job.ranks[0], TARGET, expect=UNDONE)

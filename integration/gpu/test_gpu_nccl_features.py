@@ -19,7 +19,6 @@ from integration.torch_jobs import TorchJob, TorchLab, at_rest
 pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(300), needs_cuda()]
 
 PATIENCE_S = 120.0
-UNDONE = 11
 FEATURES = {"NCCL_CUMEM_ENABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}
 
 
@@ -38,7 +37,7 @@ def test_no_thread_and_no_socket_is_left_with_performance_features_on(name: str)
 
 @pytest.mark.parametrize("name", ["ras", "nccl-defaults"])
 def test_ras_keeps_a_thread_and_sockets(name: str) -> None:
-    """Why `migrator run` switches RAS off. If this fails, NCCL has learnt to end RAS, and the default should be looked at."""
+    """Why a move ends it. If this fails, NCCL has learnt to end RAS, and the default should be looked at."""
     found = nccl_leavings.measure(name)
     record(f"nccl-leavings-{name}", **found)
     assert of_nccl(found) == {"threads", "sockets"}, found
@@ -68,9 +67,12 @@ def ends_well(job: TorchJob) -> None:
     assert set(job.finish(PATIENCE_S)) == {0}, f"{job.text()}\n{job.cluster.logs()}"
 
 
-def test_rank_moves_there_and_back_with_all_performance_features_on(torch_lab: TorchLab) -> None:
+@pytest.mark.parametrize("ras", ["0", "1"])
+def test_rank_moves_there_and_back_with_all_performance_features_on(torch_lab: TorchLab, ras: str) -> None:
+    """With RAS on, the move ends it, and NCCL starts it again."""
+    settings = {**FEATURES, "NCCL_RAS_ENABLE": ras}
     undisturbed = torch_lab.undisturbed("gpu_nccl_alone.py", "--kind", "ddp", "--pace-s", "0", world=1)
-    job = start(torch_lab, **FEATURES)
+    job = start(torch_lab, **settings)
     results: list[dict[str, Any]] = []
     for to in (TARGET, SOURCE):
         results.append(measured(job.move(0, to, timeout_s=PATIENCE_S)))
@@ -79,15 +81,4 @@ def test_rank_moves_there_and_back_with_all_performance_features_on(torch_lab: T
     ends_well(job)
     mine, theirs = job.lines()[0], undisturbed[0]
     assert mine == theirs[: len(mine)]
-    record("nccl-features-on", settings=FEATURES, steps=len(mine), moves=results)
-
-
-def test_rank_with_ras_on_is_undone_by_name_and_goes_on(torch_lab: TorchLab) -> None:
-    job = start(torch_lab, **FEATURES, NCCL_RAS_ENABLE="1")
-    answer = job.move(0, TARGET, timeout_s=PATIENCE_S, expect=UNDONE)
-    assert "RAS" in answer["reason"], answer
-    assert "NCCL_RAS_ENABLE=0" in f"{answer}", answer
-    job.await_progress(10, PATIENCE_S)
-    assert job.where() == {0: SOURCE}
-    ends_well(job)
-    record("nccl-ras-on", reason=answer["reason"])
+    record(f"nccl-features-on-ras-{ras}", settings=settings, steps=len(mine), moves=results)

@@ -264,8 +264,8 @@ def _warn_of_nccl(environment: Mapping[str, str]) -> None:
     """Of settings with which the job, as it was started, cannot be moved."""
     if setting := launchers.keeps_ras(environment):
         _warn(
-            f"{setting}: if the job uses NCCL, its RAS keeps a thread and sockets when communicators are taken down, so a"
-            " move of a rank will be undone; unset it, or use --nccl-safe"
+            f"{setting}: if the job uses NCCL before 2.28, its RAS keeps a thread and sockets when communicators are taken"
+            " down, so a move of a rank will be undone; unset it, or use --nccl-safe"
         )
     for setting, instead in launchers.keep_devices(environment):
         _warn(

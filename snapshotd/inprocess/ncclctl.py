@@ -115,6 +115,7 @@ class Report:
     unseen_threads: int = 0  # ran when `threads` were counted, so that they are NCCL's or the job's
     ids_unused: int = 0  # unique ids that were made and not used: NCCL has a thread for each
     rdma: tuple[RdmaDevice, ...] | None = None  # None: the library is older and does not know
+    version: int = 0  # of NCCL, as 22809 for 2.28.9; 0: not loaded
 
     @property
     def concerned(self) -> bool:
@@ -200,6 +201,7 @@ def parse(text: str) -> Report:
             unseen_threads=int(report.get("unseen_threads", 0)),
             ids_unused=int(report.get("ids_unused", 0)),
             rdma=tuple(map(_device, report["rdma"])) if "rdma" in report else None,
+            version=int(report.get("version", 0)),
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise Damaged(f"a process's NCCL report makes no sense ({error!r}): {text[:80]!r}") from error
@@ -297,13 +299,14 @@ def detach(process: tree.Process, comms: Sequence[str], timeout_s: float) -> Non
 
 
 def close_devices(process: tree.Process, timeout_s: float) -> None:
-    """Closes the RDMA devices that NCCL keeps open; its communicators are down. Another library's are refused by its name.
+    """Closes the RDMA devices and the RAS that NCCL keeps open; its communicators are down. Devices of another library are
+    refused by its name.
 
     What is built in this process after that is built by a fresh copy of NCCL. A library that is older does not track devices:
     if any is open, the check after the freeze refuses it.
     """
     if read(process).rdma is not None:
-        _ask(process, Command.NCCL_CLOSE_DEVICES, timeout_s, "close its RDMA devices")
+        _ask(process, Command.NCCL_CLOSE_DEVICES, timeout_s, "close what NCCL keeps open")
 
 
 def new_id(process: tree.Process, timeout_s: float) -> str:

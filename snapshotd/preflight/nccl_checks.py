@@ -21,6 +21,8 @@ from snapshotd.proc import comm, environ, maps
 SETTINGS = ("NCCL_RAS_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_HOST_ENABLE")
 #: The one that certainly does, and which `migrator run` sets to 0 unless the user has set it.
 RAS = "NCCL_RAS_ENABLE"
+#: The version from which on the shim can end RAS.
+RAS_ENDS = 22800
 
 _LIBRARY = "libnccl"
 _TORCH = "libtorch_cuda.so"
@@ -106,11 +108,11 @@ def environment(rank: Inspection, nccl: NcclReports) -> Check:
     shown = ", ".join(
         f"{name}={'|'.join(value or 'not set' for value in sorted(found))}" for name, found in values.items()
     )
-    if values[RAS] - {"0"}:
+    if values[RAS] - {"0"} and any(report.version < RAS_ENDS for _, report in nccl.reports):
         return warned(
             "nccl-environment",
-            f"{shown}: NCCL's RAS, if it is on, keeps a thread and sockets when its communicators are destroyed, and the move"
-            " is undone",
+            f"{shown}: the RAS of NCCL before 2.28, if it is on, keeps a thread and sockets when its communicators are"
+            " destroyed, and the move is undone",
             f"start the job without setting {RAS}: `migrator run` sets it to 0; or with `migrator run --nccl-safe`",
         )
     return passed("nccl-environment", shown)

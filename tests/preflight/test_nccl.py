@@ -138,7 +138,9 @@ def test_presets_are_listed(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> N
     assert (check.verdict, check.reason.split(", ")[0]) == (Check.PASS, "NCCL_RAS_ENABLE=0")
     monkeypatch.setenv("NCCL_RAS_ENABLE", "1")
     child = rank()
-    check = environment(inspected(child.pids), NcclReports(((child.pid, report()),)))
+    newer, older = report(), replace(report(), version=22707)
+    assert environment(inspected(child.pids), NcclReports(((child.pid, newer),))).verdict == Check.PASS
+    check = environment(inspected(child.pids), NcclReports(((child.pid, older),)))
     assert check.verdict == Check.WARN
     assert "NCCL_RAS_ENABLE=1" in check.reason
     assert "NCCL_NVLS" not in check.remedy

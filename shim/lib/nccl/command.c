@@ -12,6 +12,7 @@
 
 #include "core/shim.h"
 #include "device.h"
+#include "exit_functions.h"
 #include "gate.h"
 #include "ids.h"
 #include "rdma.h"
@@ -177,7 +178,7 @@ static bool is_released(void)
 	return instance && LOAD(&instance->released);
 }
 
-/* If the RDMA devices of the current instance were closed under it, no call may reach it any more. */
+/* If RDMA devices or RAS of the current instance were closed under it, no call may reach it any more. */
 static int renew(struct nccl_job *job)
 {
 	if (!is_released())
@@ -193,7 +194,10 @@ static int close_devices(struct nccl_job *job)
 		return job_fails(job, EPERM, "the gate is open");
 	if (LOAD(&snapshim_mailbox.parked))
 		return job_fails(job, EBUSY, "the job is parked, so NCCL's threads cannot end");
-	return must_be_detached(job) ? job->status : rdma_release(job);
+	if (must_be_detached(job) || rdma_release(job))
+		return job->status;
+	exit_functions_release(job); /* the event threads of devices are gone, so those that are left are of RAS */
+	return 0;
 }
 
 static int act(struct nccl_job *job)

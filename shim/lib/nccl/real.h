@@ -6,6 +6,7 @@
 #include "types.h"
 
 #define MOST_WORDS 12
+#define EXIT_FUNCTIONS_MAX 8
 
 struct nccl_instance {
 	void *library;
@@ -13,7 +14,8 @@ struct nccl_instance {
 	int number; /* 0: the job's own; then one more for each fresh copy */
 	uint64_t text_from, text_to; /* where its code is */
 	uint64_t image_from, image_to; /* where all of it is */
-	uint32_t released; /* 1: its RDMA devices were closed under it, so it must not be used again */
+	uint32_t released; /* 1: its RDMA devices or its RAS were closed under it, so it must not be used again */
+	void (*exit_functions[EXIT_FUNCTIONS_MAX])(void *); /* that it has registered, oldest first; NULL: no more */
 	int version; /* from ncclGetVersion */
 	void *function[SYMBOLS]; /* NULL: this version has no such symbol */
 };

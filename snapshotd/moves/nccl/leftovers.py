@@ -24,7 +24,7 @@ from snapshotd.api.errors import GpuFailed, Undone, Where
 from snapshotd.inprocess import ncclctl
 from snapshotd.net.sockets import tree_flows
 from snapshotd.preflight.sockets import unix_sockets_of
-from snapshotd.proc import comm, environ, fd, host, maps
+from snapshotd.proc import comm, environ, fd, host, maps, nccl_ras
 from snapshotd.proc.files import GONE
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import all_at_once
@@ -34,8 +34,6 @@ LOOK_S, LOOK_EVERY_S = 2.0, 0.03
 #: A thread that runs at the moment of a look may or may not be NCCL's. One of NCCL's that is left waits nearly all the time,
 #: so a few looks are enough: the job stands still meanwhile.
 UNSURE_LOOKS = 3
-#: Of RAS, unless NCCL_RAS_ADDR names another one. Only one process of a node has it.
-RAS_PORT = 28028
 
 _SHARED_MEMORY = "/dev/shm/nccl-"
 _PROTOCOL = "system.sockprotoname"
@@ -98,11 +96,11 @@ def look(process: Process) -> tuple[list[Left], bool]:
     found = [Left(pid, "memory", SHARED_MEMORY)] if _shares_memory(pid) else []
     if any(_UNIX_SOCKET.match(name) for name in _unix_names(pid)):
         found.append(Left(pid, "a Unix socket", SHARED_HANDLES))
-    listening = _listens(pid, _ras_port(pid))
+    listening = _listens(pid, nccl_ras.port(pid))
     if listening:
         found.append(Left(pid, "a socket", RAS))
     if threads:
-        of_ras = listening or "NCCL RAS" in comm.thread_names(pid).values() or _ras_is_on(pid)
+        of_ras = listening or "NCCL RAS" in comm.thread_names(pid).values() or nccl_ras.is_on(pid)
         found.append(
             Left(pid, f"{threads} thread{'s' if threads > 1 else ''}", RAS if of_ras else UNKNOWN),
         )
@@ -140,16 +138,6 @@ def _unix_names(pid: int) -> list[str]:
 
 def _listens(pid: int, port: int) -> bool:
     return any(flow.listens and flow.local.port == port for flow in tree_flows([pid]))
-
-
-def _ras_port(pid: int) -> int:
-    port = _environment(pid).get("NCCL_RAS_ADDR", "").rpartition(":")[2]
-    return int(port) if port.isdecimal() and len(port) < 6 else RAS_PORT
-
-
-def _ras_is_on(pid: int) -> bool:
-    """As the process was started. NCCL's default is 1."""
-    return _environment(pid).get("NCCL_RAS_ENABLE", "1") != "0"
 
 
 def _environment(pid: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import socket
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from snapshotd.api import snapshotd_pb2 as pb
@@ -27,7 +27,7 @@ from snapshotd.net import reset as sockets_reset
 from snapshotd.net.address_plan import plan
 from snapshotd.net.flows import Address, BadAddress, Flow, Holder, Pair
 from snapshotd.net.places import Places
-from snapshotd.proc import tree
+from snapshotd.proc import nccl_ras, tree
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +42,21 @@ NAME_THE_NETWORK = (
 
 def look(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[pb.Check]]:
     """The rewirings of the rank's sockets, and the checks of preflight on them. Never raises; blocking."""
-    rewires, checks, _ = _look(pids, places)
+    rewires, checks, _ = _look(pids, places, moves=_moves)
     return rewires, checks
 
 
-def _look(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[pb.Check], list[Flow]]:
+def _moves(flow: Flow) -> bool:
+    """Not a socket of NCCL's RAS, which is closed before the freeze: every node may have one at the same port."""
+    return not (flow.listens and any(nccl_ras.waits_at(holder.pid, flow.local.port) for holder in flow.holders))
+
+
+def _look(
+    pids: Sequence[int], places: Places, moves: Callable[[Flow], bool] = lambda _: True
+) -> tuple[list[pb.Rewire], list[pb.Check], list[Flow]]:
     try:
         flows, found = _settled(pids, places)
+        flows = [flow for flow in flows if moves(flow)]
         rewires, unclear = plan(flows, places)
     except (OSError, ValueError) as error:
         return [], [_check("connections", f"the sockets could not be looked at: {error}", "try again")], []
