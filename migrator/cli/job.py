@@ -181,8 +181,10 @@ def _state(entry: JobEntry) -> str:
         return "undone" if record.ended_unix_s else "undoing"
     if record.outcome != pb.COMMIT or (not record.ended_unix_s and record.suspension):
         return doing
+    if record.ended_by.startswith("dropped"):
+        return "dropped" if record.ended_unix_s else "dropping"
     if record.ended_by:
-        return "dropped" if record.ended_by.startswith("dropped") else "resumed"
+        return "resumed"
     return done
 
 
@@ -227,19 +229,25 @@ def _drop(options: argparse.Namespace) -> int:
             f"the images of job {options.job} are all that is left of it", remedy="add --yes to give the job up"
         )
     cluster = arguments.the_cluster(options)
-    record = asyncio.run(_dropped(cluster, options.job, options.user))
+    record, left = asyncio.run(_dropped(cluster, options.job, options.user))
     if arguments.wants_json(options):
-        output.json_object({"record": record.record, "job": record.job, "dropped": True})
+        output.json_object({"record": record.record, "job": record.job, "dropped": True, "waiting_for": left})
+    elif left:
+        print(f"gave up job {record.job} ({record.record}); these images are not dropped yet:")
+        for one in left:
+            print(f"  {formatting.plain(one)}")
+        print("the coordinator drops them when it reaches them; see `migrator job list`")
     else:
         print(f"dropped the images of job {record.job} ({record.record})")
     return 0
 
 
-async def _dropped(cluster: Cluster, job: str, user_id: int | None) -> pb.JobRecord:
-    from migrator.jobs.finding import find_suspended
+async def _dropped(cluster: Cluster, job: str, user_id: int | None) -> tuple[pb.JobRecord, list[str]]:
+    """The record, and what is not dropped yet."""
+    from migrator.jobs.finding import find_droppable
 
-    node, record = await find_suspended(cluster, job, user_id)
+    node, record = await find_droppable(cluster, job, user_id)
     async with cluster.client(node) as client:
         request = pb.AbortRequest(move=record.record, reason="given up with `migrator job drop`")
-        await client.job.Drop(request, timeout_s=60)
-    return record
+        reply = await client.job.Drop(request, timeout_s=60)
+    return record, list(reply.waiting_for)

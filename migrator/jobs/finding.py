@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from migrator import users
@@ -82,17 +83,51 @@ async def all_jobs(cluster: Cluster) -> tuple[list[JobEntry], dict[str, Snapshot
 async def find_suspended(cluster: Cluster, job: str, user_id: int | None) -> tuple[str, pb.JobRecord]:
     """The record of a suspended job, and its coordinator. `job` is its name, or the id of the record."""
     found, silent = await all_jobs(cluster)
-    named = [entry for entry in found if job in (entry.record.job, entry.record.record)]
-    mine = [entry for entry in named if user_id in (None, entry.record.user_id)]
+    mine = _named(found, job, user_id)
     suspended = [entry for entry in mine if entry.suspended]
-    if len(suspended) > 1:
-        listed = ", ".join(f"{entry.record.record} of {users.described(entry.record.user_id)}" for entry in suspended)
-        raise Ambiguous(
-            f"several suspended jobs are called {job}: {listed}", remedy="name one by its record, or give --user"
-        )
     if suspended:
-        return suspended[0].node, suspended[0].record
+        return _the_only(suspended, job)
     if silent:
         lost = "".join(f"\n  {error.headline}" for error in silent.values())
         raise Unreachable(f"no node that answers knows a suspended job {job}, and these do not:{lost}")
     raise NotFound(f"no job {job} is suspended", remedy="`migrator job list` shows suspended jobs")
+
+
+async def find_droppable(cluster: Cluster, job: str, user_id: int | None) -> tuple[str, pb.JobRecord]:
+    """The record of a job whose images can be dropped, and its coordinator: a suspended one; if there is none, one whose
+    images were to be dropped and are not yet, because a node did not answer, or a target has forgotten its part."""
+    found, silent = await all_jobs(cluster)
+    mine = _named(found, job, user_id)
+    if silent and not any(entry.record.record == job for entry in mine):
+        lost = "".join(f"\n  {error.headline}" for error in silent.values())
+        raise Unreachable(
+            f"these nodes do not answer, and may know another suspended job {job}:{lost}",
+            remedy="start snapshotd there, or name the job by its record, which `migrator job list` shows",
+        )
+    unfinished = {entry.record.record for entry in found if not entry.record.ended_unix_s}
+    suspended = [entry for entry in mine if entry.suspended]
+    left = [entry for entry in mine if not entry.record.suspension and _is_left(entry.record, unfinished)]
+    if suspended or left:
+        return _the_only(suspended or left, job)
+    raise NotFound(f"no job {job} is suspended", remedy="`migrator job list` shows suspended jobs")
+
+
+def _is_left(record: pb.JobRecord, unfinished: Collection[str]) -> bool:
+    """Whether a suspension that has ended may have left images."""
+    if record.outcome != pb.COMMIT:
+        return False
+    return not record.ended_unix_s if record.ended_by.startswith("dropped") else record.ended_by in unfinished
+
+
+def _named(found: Sequence[JobEntry], job: str, user_id: int | None) -> list[JobEntry]:
+    named = [entry for entry in found if job in (entry.record.job, entry.record.record)]
+    return [entry for entry in named if user_id in (None, entry.record.user_id)]
+
+
+def _the_only(found: Sequence[JobEntry], job: str) -> tuple[str, pb.JobRecord]:
+    if len(found) > 1:
+        listed = ", ".join(f"{entry.record.record} of {users.described(entry.record.user_id)}" for entry in found)
+        raise Ambiguous(
+            f"several suspended jobs are called {job}: {listed}", remedy="name one by its record, or give --user"
+        )
+    return found[0].node, found[0].record

@@ -3155,6 +3155,7 @@ class JobRecord(_message.Message):
     ENDED_UNIX_S_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     ENDED_BY_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -3169,6 +3170,8 @@ class JobRecord(_message.Message):
     waiting_for: _builtins.str
     ended_by: _builtins.str
     """of a suspension: the record that resumed it, or "dropped: WHY"; empty: it is suspended"""
+    ranks: _builtins.int
+    """how many; a record that has ended comes without its participants. 0: an older version"""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
     def __init__(
@@ -3186,10 +3189,11 @@ class JobRecord(_message.Message):
         ended_unix_s: _builtins.float = ...,
         waiting_for: _builtins.str = ...,
         ended_by: _builtins.str = ...,
+        ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "decided_by", b"decided_by", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "job", b"job", "outcome", b"outcome", "participants", b"participants", "reason", b"reason", "record", b"record", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "decided_by", b"decided_by", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "job", b"job", "outcome", b"outcome", "participants", b"participants", "ranks", b"ranks", "reason", b"reason", "record", b"record", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3207,11 +3211,11 @@ class StoredImage(_message.Message):
     bytes: _builtins.int
     @_builtins.property
     def facts(self) -> Global___RankFacts:
-        """as the freeze found them"""
+        """as the check before the freeze found them"""
 
     @_builtins.property
     def rewires(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewire]:
-        """its connections; old and new addresses are the same"""
+        """its connections, as the freeze found them; old and new addresses are the same"""
 
     def __init__(
         self,
@@ -3299,18 +3303,22 @@ class DropImageRequest(_message.Message):
 
     IMAGE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_FIELD_NUMBER: _builtins.int
     image: _builtins.str
     reason: _builtins.str
     """the record that resumed the job, or why an operator gives the image up"""
+    given_up: _builtins.bool
+    """the job is given up: the rank will never run again, and its home keeper ends"""
     def __init__(
         self,
         *,
         image: _builtins.str = ...,
         reason: _builtins.str = ...,
+        given_up: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["given_up", b"given_up", "image", b"image", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3320,12 +3328,19 @@ Global___DropImageRequest: _TypeAlias = DropImageRequest  # noqa: Y015
 class DropImageReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def waiting_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of Job.Drop: which images are not dropped yet, and why; the coordinator keeps trying"""
+
     def __init__(
         self,
+        *,
+        waiting_for: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -133,15 +133,23 @@ def may_commit(parts: Mapping[str, Part]) -> tuple[bool, str]:
 
 
 def job_next(
-    mark: Mark, outcome: Outcome | None, parts: Collection[Part], *, lease_expired: bool
+    mark: Mark,
+    outcome: Outcome | None,
+    parts: Collection[Part],
+    *,
+    lease_expired: bool,
+    given_up: bool = False,
 ) -> tuple[JobDecision, str]:
-    """The coordinator's next action. `parts`: the participants' last answers; empty: they were not asked yet."""
+    """The coordinator's next action. `parts`: the participants' last answers; empty: they were not asked yet. `given_up`: an
+    operator has dropped the images, so it does not matter any more whether all nodes have carried out COMMIT."""
     if mark is Mark.SETTLED:
         return JobDecision.CLOSE, "settled"
     if outcome is None:
         if lease_expired:
             return JobDecision.RECORD_ABORT, "the driver was silent for longer than its lease"
         return JobDecision.WAIT, "the driver decides"
+    if given_up and outcome is Outcome.COMMIT:
+        return JobDecision.CLOSE, "the job is given up"
     over = {Part.DONE} if outcome is Outcome.COMMIT else {Part.DONE, Part.ABSENT}
     if parts and all(part in over for part in parts):
         return JobDecision.CLOSE, "all nodes have carried it out"

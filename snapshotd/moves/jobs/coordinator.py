@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, NotFound, SnapshotError, Undone, Usage, Where, WrongState
+from snapshotd.api.errors import Busy, NotFound, SnapshotError, Undone, Unreachable, Usage, Where, WrongState
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import JobDecision, Part
+from snapshotd.moves.jobs import dropping
 from snapshotd.moves.journal import Journal, MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
@@ -30,6 +31,16 @@ log = logging.getLogger(__name__)
 ASK_S = 10.0
 AGAIN_S = 1.0
 MAX_RANKS = 1 << 16
+#: How long a resumption that is committed has at least to be carried out before an operator may drop its images.
+SETTLES_S = 60.0
+
+
+class NotDropped(Unreachable):
+    """Not every node has confirmed that it has dropped its images."""
+
+    def __init__(self, left: list[str]) -> None:
+        super().__init__(f"these images are not dropped yet: {'; '.join(left[:5])}", where=Where.UNKNOWN)
+        self.left = left
 
 
 class JobSteps(Steps):
@@ -155,24 +166,46 @@ class JobSteps(Steps):
 
     @step
     async def drop(self, record: str, reason: str) -> pb.DropImageReply:
-        """An operator gives a suspended job up: its images are dropped, and it can never be resumed. Idempotent."""
+        """An operator gives a suspended job up: its images are dropped, and it can never be resumed. Idempotent. Nodes that
+        do not answer now are asked again until they have confirmed it."""
         moving = self.moving(record)
-        async with self.ending(moving, "drop"), self._deciding:
-            known = await in_thread(moving.log.whole)
-            if known.suspension or not moving.log.committed or moving.log.last_mark is not Mark.SETTLED:
-                raise WrongState(f"{record} is not a suspended job", where=Where.UNKNOWN)
-            by = await in_thread(ended_by, self.journal, moving.log)
-            if by and not known.dropped:
-                raise WrongState(f"job {moving.log.begin.job} was resumed ({by})", where=Where.UNKNOWN)
-            for other in list(self.moves.values()):
-                if other.log.outcome is None and other.log.record.suspension == record:
-                    raise Busy(f"job {moving.log.begin.job} is being resumed ({other.log.move})")
-            await in_thread(moving.log.mark, Mark.SETTLED, dropped=reason)
-            for part in known.participants:
-                request = pb.DropImageRequest(image=part.move, reason=reason)
-                async with self.node.client(part.node, part.endpoint) as client:
-                    await client.source.DropImage(request, timeout_s=ASK_S)
+        if moving.log.last_mark is Mark.SETTLED and moving.settling is not None:
+            moving.wake()
+            await asyncio.wait([moving.settling])  # the loop that carried out the suspension is about to end
+        async with self.ending(moving, "drop"):
+            async with self._deciding:
+                if await in_thread(self._may_drop, moving.log):
+                    # Not SETTLED: the settle loop, also of a restarted daemon, goes on until all nodes have confirmed it.
+                    await in_thread(moving.log.mark, Mark.BEGUN, dropped=reason)
+            if moving.log.last_mark is not Mark.SETTLED and record not in self.moves:
+                self._follow_record(moving)
+            try:
+                await self.settle_once(moving)
+            except NotDropped as error:
+                moving.waiting_for = error.message
+                return pb.DropImageReply(waiting_for=error.left)
             return pb.DropImageReply()
+
+    def _may_drop(self, suspension: MoveLog) -> bool:
+        """Whether a suspension is to be marked as dropped; not if it is already. Raises unless it may be. Blocking."""
+        known, job = suspension.whole(), suspension.begin.job
+        if known.dropped:
+            return False
+        if known.suspension or not suspension.committed:
+            raise WrongState(f"{suspension.move} is not a suspended job", where=Where.UNKNOWN)
+        for other in self.journal.all():
+            if other.begin.role != self.role or other.whole().suspension != suspension.move:
+                continue
+            if other.outcome is None:
+                raise Busy(f"job {job} is being resumed ({other.move})")
+            if other.committed and other.last_mark is Mark.SETTLED:
+                raise WrongState(f"job {job} was resumed ({other.move})", where=Where.UNKNOWN)
+            if other.committed and other.outcome.unix_s > time.time() - SETTLES_S:
+                raise Busy(
+                    f"job {job} is being resumed ({other.move})",
+                    remedy=f"if it still is after {SETTLES_S:.0f} s, its images can be dropped although it runs",
+                )
+        return True
 
     async def outcome(self, record: str) -> pb.Outcome:
         return self._outcome_of(self.moving(record).log)
@@ -221,19 +254,24 @@ class JobSteps(Steps):
                     self._track(move_log)
 
     def _track(self, move_log: MoveLog) -> None:
-        moving = self.moves[move_log.move] = Moving(move_log)
+        self._follow_record(Moving(move_log))
+
+    def _follow_record(self, moving: Moving) -> None:
+        self.moves[moving.log.move] = moving
         moving.renew()
         self.follow(moving, settle_loop(moving, self.settle_once, AGAIN_S, AGAIN_S, "coordinator"))
 
     async def settle_once(self, moving: Moving) -> None:
         """Carries out decisions of the rules. The caller holds the record's lock."""
         move_log, parts = moving.log, dict[str, Part]()
+        given_up = await in_thread(self._is_given_up, move_log)
         for _ in range(3):
             decision, moving.waiting_for = job_rules.job_next(
                 move_log.last_mark,
                 move_log.outcome.outcome if move_log.outcome is not None else None,
                 parts.values(),
                 lease_expired=moving.lease_expired,
+                given_up=given_up,
             )
             match decision:
                 case JobDecision.RECORD_ABORT:
@@ -246,19 +284,26 @@ class JobSteps(Steps):
                     parts = await self._ask_all(move_log)
                 case JobDecision.CLOSE:
                     if move_log.last_mark is not Mark.SETTLED:
-                        await self._close(move_log)
+                        await self._close(move_log, given_up=given_up)
                     return
                 case _:
                     return
 
-    async def _close(self, move_log: MoveLog) -> None:
-        """All have carried it out. After a resumption the images are dropped first: they are of no use any more."""
-        record = move_log.record
-        if move_log.committed and record.suspension:
-            for part in record.participants:
-                request = pb.DropImageRequest(image=part.image, reason=move_log.move)
-                async with self.node.client(part.image_node, part.image_endpoint) as client:
-                    await client.source.DropImage(request, timeout_s=ASK_S)
+    def _is_given_up(self, move_log: MoveLog) -> bool:
+        """Whether an operator has dropped the images of this record's suspension. Blocking."""
+        record = move_log.whole()
+        suspension = self.journal.find(record.suspension) if record.suspension else None
+        return bool(record.dropped or (suspension is not None and suspension.whole().dropped))
+
+    async def _close(self, move_log: MoveLog, *, given_up: bool) -> None:
+        """All have carried it out, or the job is given up. The images of a job that was resumed or given up are dropped
+        first: they are of no use any more. Raises NotDropped."""
+        record = await in_thread(move_log.whole)
+        if move_log.committed and (record.suspension or given_up):
+            resumed = bool(record.suspension) or await in_thread(resumed_by, self.journal, move_log) is not None
+            images, reason = dropping.images_of(record), record.dropped or move_log.move
+            if left := await dropping.drop(self.node, images, reason, given_up=not resumed):
+                raise NotDropped(left)
         await in_thread(move_log.mark, Mark.SETTLED)
 
     async def _ask_all(self, move_log: MoveLog) -> dict[str, Part]:
@@ -301,14 +346,20 @@ class JobSteps(Steps):
         )
 
 
+def resumed_by(journal: Journal, suspension: MoveLog) -> MoveLog | None:
+    """The record that resumed a suspended job. Blocking."""
+    for other in journal.all():
+        if other.begin.role == "job" and other.committed and other.whole().suspension == suspension.move:
+            return other
+    return None
+
+
 def ended_by(journal: Journal, suspension: MoveLog) -> str:
     """The record that resumed a suspended job, or why an operator gave it up; empty while it is suspended. Blocking."""
     if dropped := suspension.whole().dropped:
         return f"dropped: {dropped}"
-    for other in journal.all():
-        if other.begin.role == "job" and other.committed and other.whole().suspension == suspension.move:
-            return other.move
-    return ""
+    by = resumed_by(journal, suspension)
+    return by.move if by is not None else ""
 
 
 def is_needed(journal: Journal, move_log: MoveLog) -> bool:
