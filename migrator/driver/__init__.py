@@ -40,6 +40,12 @@ def _worth_repeating(result: MoveResult) -> bool:
     return (result.outcome, result.where, result.error_code) == (Verdict.UNDONE, Where.SOURCE_RUNNING, Changed.code)
 
 
+def _interrupted() -> bool:
+    """Whether Ctrl-C came, and the attempt ended in its own way all the same."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def attempt_id(move: str, attempt: int) -> str:
     """The id of a later attempt at a move whose id the caller has chosen: it can be computed after a restart."""
     if not move or attempt == 0:
@@ -73,7 +79,7 @@ class Driver:
         began = time.monotonic()
         undone: list[MoveResult] = []
         result = await self._attempt(options)
-        while _worth_repeating(result) and len(undone) + 1 < ATTEMPTS:
+        while _worth_repeating(result) and len(undone) + 1 < ATTEMPTS and not _interrupted():
             undone.append(result)
             left_s = None if options.timeout_s is None else options.timeout_s - (time.monotonic() - began)
             if left_s is not None and left_s <= 0:
@@ -87,14 +93,20 @@ class Driver:
         return after_attempts(result, undone)
 
     async def _attempt(self, options: MoveOptions) -> MoveResult:
-        async with self._run(options) as run:
-            if self.trace is None:
-                return await self._walk(run)
-            try:
-                with self.trace.attempt(run.move):
-                    return await self._walk(run)
-            finally:
-                await self.trace.collect(self._unwatched, run)
+        """One attempt. Ctrl-C after its end changes nothing about the result; it only ends the collection of spans."""
+        ended: MoveResult | None = None
+        try:
+            async with self._run(options) as run:
+                try:
+                    with self.trace.attempt(run.move) if self.trace is not None else contextlib.nullcontext():
+                        ended = await self._walk(run)
+                finally:
+                    if self.trace is not None:
+                        await self.trace.collect(self._unwatched, run)
+        except asyncio.CancelledError:
+            if ended is None:
+                raise
+        return ended
 
     async def _walk(self, run: Run) -> MoveResult:
         walk = Walk(run)
@@ -103,9 +115,10 @@ class Driver:
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
-                if work.done():
+                if work.cancelled():
                     raise
-                walk.interrupt(work)
+                if not work.done():  # otherwise it has ended in the same moment, and its result counts
+                    walk.interrupt(work)
 
     @contextlib.asynccontextmanager
     async def _run(self, options: MoveOptions) -> AsyncIterator[Run]:

@@ -3,7 +3,7 @@
 The driver's clock is the reference. Daemons are asked for their spans when the move has ended, however it did. A node that
 does not answer, or whose daemon is older and records none, has no row of its own; the driver's calls to it are there even so.
 
-Invariant: a move goes the same way with and without a trace, and without one nothing of this file runs.
+Invariant: a move goes the same way with and without a trace, and has the same result; without one nothing of this file runs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from migrator.fan_out import ASK_TIMEOUT_S, ask_all
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.calls import NO_METADATA, Channel, StreamCall
 from snapshotd.api.client import DaemonClient, UnknownMethod
+
+#: How long the nodes are asked for their spans after a move, all together.
+COLLECT_S = 15.0
 
 
 @dataclass
@@ -65,11 +68,20 @@ class Trace:
         return DaemonClient(client.endpoint, node=client.name, channel=_Watched(client.channel, node, self.calls))
 
     async def collect(self, cluster: Cluster, run: Run) -> None:
-        """Asks every node that took part in this attempt for its spans."""
+        """Asks every node that took part in this attempt for its spans. Never fails, and ends after COLLECT_S: nodes without
+        an answer until then have no row."""
         if run.pause_span is not None:
             self.pauses.append(Timed("pause", *run.pause_span, args={"move": run.move}))
         roles = _roles(run)
+        try:
+            async with asyncio.timeout(COLLECT_S):
+                await self._ask(cluster, run, roles)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the move has ended and its result counts
+            late = isinstance(error, TimeoutError)
+            why = f"not all nodes answered within {COLLECT_S:.0f} s" if late else f"{type(error).__name__}: {error}"
+            self.missing.update(dict.fromkeys(roles, f"the spans were not collected: {why}"))
 
+    async def _ask(self, cluster: Cluster, run: Run, roles: dict[str, list[str]]) -> None:
         async def ask(client: DaemonClient) -> tuple[float, float, pb.GetSpansReply]:
             asked_s = time.monotonic()
             reply = await client.node.GetSpans(pb.GetSpansRequest(move=run.move), timeout_s=ASK_TIMEOUT_S)

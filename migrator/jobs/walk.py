@@ -158,8 +158,10 @@ async def drive(run: JobRun) -> JobResult:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            if work.done():
+            if work.cancelled():
                 raise
+            if work.done():
+                continue  # it has ended in the same moment, and its result counts
             if run.reached < run.commit:
                 work.cancel()
             else:
