@@ -23,6 +23,7 @@ from snapshotd.api.errors import (
     NotFound,
     OutcomeUnknown,
     SnapshotError,
+    Timeout,
     Unreachable,
     Usage,
     Where,
@@ -30,8 +31,9 @@ from snapshotd.api.errors import (
 )
 
 CALL_TIMEOUT_S = 30.0
-#: The source may have to wait for an attempt to build communicators first.
-GIVE_UP_TIMEOUT_S = 150.0
+#: The source may have to wait for an attempt to build communicators first, which takes minutes in a job of thousands of
+#: ranks. It carries a declaration out also if this command does not wait any longer.
+GIVE_UP_TIMEOUT_S = 600.0
 POLL_S = 0.5
 #: The source notices that a driver died when the lease expires: after 30 s, unless `move --lease` set another time.
 LEASE_WAIT_S = 35.0
@@ -259,7 +261,8 @@ async def declare_member_dead(
     cluster: Cluster, move: str, node: str, by: str, note: Note, confirm: Confirm
 ) -> Recovered:
     """Declares a node dead that has another rank of the job, so that the undo of a move does not wait for it: the job gets
-    NCCL's errors. Refused if the node answers."""
+    NCCL's errors. Refused if the node answers. The source is asked first whether the move waits for the node, because the
+    declaration may have it fenced."""
     known, silent = await all_moves(cluster, move)
     found = _the_only(known, move, silent)
     if node == found.source_node:
@@ -274,12 +277,30 @@ async def declare_member_dead(
         raise Unreachable(
             f"{found.source_node}, the source of move {move}, does not answer or has no record of it", where=found.where
         )
-    done = await death.establish(cluster, node, note, confirm)
+    request = pb.DeclareMemberRequest(move=move, declared_by=by, node=node, only_check=True)
     async with cluster.client(found.source.node) as source:
-        request = pb.DeclareMemberRequest(move=move, declared_by=by, node=node)
-        outcome = await source.source.DeclareMemberDead(request, timeout_s=GIVE_UP_TIMEOUT_S)
-    did = f"{found.source.node} opens the gates without communicators" if outcome.abandoned else "it has ended already"
+        checked = await source.source.DeclareMemberDead(request, timeout_s=CALL_TIMEOUT_S)
+        if checked.settled:
+            raise WrongState(
+                f"move {move} has ended: it waits for no node", remedy="nothing is left to do", where=found.where
+            )
+        done = await death.establish(cluster, node, note, confirm)
+        request.only_check = False
+        try:
+            outcome = await source.source.DeclareMemberDead(request, timeout_s=GIVE_UP_TIMEOUT_S)
+        except Timeout:
+            did = f"{found.source.node} has the declaration, and carries it out when its attempt to build communicators ends"
+        else:
+            did = _given_up(found.source.node, outcome)
     return Recovered(await _find(cluster, move), [*done, did])
+
+
+def _given_up(source: str, outcome: pb.Outcome) -> str:
+    if outcome.abandoned:
+        return f"{source} opens the gates without communicators"
+    if outcome.settled:
+        return "it has ended meanwhile, and its communicators are built again"
+    return f"{source} builds no communicators any more, and has not decided yet how the move ends"
 
 
 async def _answers_without_a_copy(cluster: Cluster, move: Move) -> bool:

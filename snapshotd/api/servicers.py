@@ -199,7 +199,7 @@ class SourceServicer:
 
     async def DeclareMemberDead(self, request: pb.DeclareMemberRequest, context: Context) -> pb.Outcome:
         by = f"{request.declared_by} ({context.caller})"
-        return await self.steps.declare_member_dead(request.move, request.node, by)
+        return await self.steps.declare_member_dead(request.move, request.node, by, only_check=request.only_check)
 
     async def GetImage(self, request: pb.MoveRequest, context: Context) -> pb.StoredImage:
         return await self.images.describe(request.move)

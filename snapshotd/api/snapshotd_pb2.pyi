@@ -2551,20 +2551,24 @@ class DeclareMemberRequest(_message.Message):
     MOVE_FIELD_NUMBER: _builtins.int
     DECLARED_BY_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
+    ONLY_CHECK_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     declared_by: _builtins.str
     node: _builtins.str
     """has other members of the rank's communicators"""
+    only_check: _builtins.bool
+    """change nothing, but refuse what would be refused"""
     def __init__(
         self,
         *,
         move: _builtins.str = ...,
         declared_by: _builtins.str = ...,
         node: _builtins.str = ...,
+        only_check: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declared_by", b"declared_by", "move", b"move", "node", b"node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declared_by", b"declared_by", "move", b"move", "node", b"node", "only_check", b"only_check"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

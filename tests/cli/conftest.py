@@ -49,6 +49,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     diagnosis: pb.DiagnoseReply = field(default_factory=pb.DiagnoseReply)
     health: pb.Health = field(default_factory=pb.Health)
     clock_ahead_s: float = 0.0
+    abandons: bool = True  # once a member is declared dead; else it has not decided how the move ends
     spans: pb.GetSpansReply = field(default_factory=pb.GetSpansReply)
     failures: dict[str, SnapshotError] = field(default_factory=dict)  # by method
     unknown: set[str] = field(default_factory=set)  # methods that an older daemon does not know
@@ -203,11 +204,16 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         return self._outcome(request.move)
 
     def DeclareMemberDead(self, request: pb.DeclareMemberRequest, context: grpc.ServicerContext) -> pb.Outcome:
-        self._hear("DeclareMemberDead", request, context)
+        self._hear(
+            "DeclareMemberDead" if not request.only_check else "DeclareMemberDead, only checked", request, context
+        )
         record = self.record(request.move)
-        record.mark, record.ended_unix_s = "settled", 2000.0
+        if request.only_check:
+            return self._outcome(request.move)
+        if self.abandons:
+            record.mark, record.ended_unix_s = "settled", 2000.0
         outcome = self._outcome(request.move)
-        outcome.abandoned = True
+        outcome.abandoned = self.abandons
         return outcome
 
     def GetImage(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.StoredImage:
@@ -221,7 +227,8 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
 
     def _outcome(self, move: str) -> pb.Outcome:
         record = self.record(move)
-        return pb.Outcome(kind=record.outcome, token=b"token" if record.outcome else b"", where=record.where)
+        token, settled = b"token" if record.outcome else b"", record.mark == "settled"
+        return pb.Outcome(kind=record.outcome, token=token, where=record.where, settled=settled)
 
     # ---------------------------------------------------------------- Target
 

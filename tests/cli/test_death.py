@@ -77,6 +77,35 @@ def test_node_that_is_not_fenced_is_not_declared_dead(
     assert changes(halfway) == {}
 
 
+@pytest.mark.parametrize("why", ["it has no part in the move", "the move has ended", "the move is committed"])
+def test_node_that_a_move_does_not_wait_for_is_not_fenced(
+    halfway: FakeCluster, migrator: Migrator, tmp_path: Path, why: str
+) -> None:
+    """Its daemon does not answer this operator, but the node may be alive and have other jobs."""
+    notes = fence_with(halfway, tmp_path, "exit 0")
+    halfway.stop("node-2")
+    halfway["spare-1"].finds = pb.FindNodeReply(daemon_answers=True, found="its daemon answers")
+    source = halfway["node-1"]
+    if why == "the move has ended":
+        source.moves[0].mark, source.moves[0].outcome, source.moves[0].ended_unix_s = "settled", pb.ABORT, 2000.0
+    else:
+        source.failures["DeclareMemberDead, only checked"] = WrongState(why)
+    ran = migrator("recover", MOVE, "--member-is-dead", "node-2", "--yes")
+    assert ran.code == WrongState.exit_code
+    assert ("has ended" if why == "the move has ended" else why) in ran.err
+    assert not notes.exists()
+    assert changes(halfway) == {}
+
+
+def test_member_is_fenced_after_the_source_has_agreed(halfway: FakeCluster, migrator: Migrator, tmp_path: Path) -> None:
+    notes = fence_with(halfway, tmp_path, "exit 0")
+    halfway.stop("node-2")
+    halfway["node-1"].moves[0].outcome = pb.ABORT
+    assert migrator("recover", MOVE, "--member-is-dead", "node-2", "--yes").code == 0
+    assert notes.read_text() == "--off node-2\n"
+    assert changes(halfway) == {"node-1": ["DeclareMemberDead"]}
+
+
 def test_signs_of_life_of_this_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         found = signs_of_life.look(f"127.0.0.1:{server.getsockname()[1]}")

@@ -8,7 +8,7 @@ from migrator import recover
 from migrator.cluster import Cluster
 from migrator.journals import Move, all_moves
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import NotFound, OutcomeUnknown, SnapshotError, Unreachable, Usage, WrongState
+from snapshotd.api.errors import NotFound, OutcomeUnknown, SnapshotError, Timeout, Unreachable, Usage, WrongState
 from tests.cli.conftest import CHANGING, MOVE, FakeCluster, Migrator, a_record, changes
 
 
@@ -134,6 +134,25 @@ def test_declaring_a_member_dead_gives_its_communicators_up(halfway: FakeCluster
     ((_, request),) = [call for call in halfway["node-1"].asked if call[0] == "DeclareMemberDead"]
     assert (request.move, request.node) == (MOVE, "node-2")
     assert "@" in request.declared_by
+
+
+@pytest.mark.parametrize("answer", ["in time", "too late"])
+def test_declaration_that_is_not_carried_out_at_once_is_reported_as_such(
+    halfway: FakeCluster, migrator: Migrator, answer: str
+) -> None:
+    """The source may have to wait for an attempt of minutes, or for a decision."""
+    record = halfway["node-1"].moves[0]
+    record.outcome = pb.ABORT
+    halfway.stop("node-2")
+    if answer == "too late":
+        halfway["node-1"].failures["DeclareMemberDead"] = Timeout("it did not answer in time")
+    else:
+        halfway["node-1"].abandons = False
+    ran = migrator("recover", MOVE, "--member-is-dead", "node-2", "--yes", "--json")
+    assert ran.code == OutcomeUnknown.exit_code
+    (did,) = ran.json["moves"][0]["did"]
+    late = "carries it out when its attempt to build communicators ends"
+    assert (late if answer == "too late" else "has not decided yet how the move ends") in did
 
 
 @pytest.mark.parametrize("how", ["it answers here", "it answers another node", "it is the source"])

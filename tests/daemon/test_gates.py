@@ -8,7 +8,7 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, Denied, NcclFailed, RankGone, Refused, Usage, WrongState
-from snapshotd.moves.nccl import communicators
+from snapshotd.moves.nccl import communicators, on_nodes
 from snapshotd.moves.rules import Mark
 from tests.daemon.gate_doubles import ALICE, BOB, MOVE, PAIR, WORLD, Cluster, end
 
@@ -288,7 +288,7 @@ async def test_give_up_is_repeated_for_a_node_that_starts_late(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node b receives Attach after GiveUp. Otherwise it would wait until its deadline for a member that has failed."""
-    monkeypatch.setattr(communicators, "TELL_AGAIN_S", 0.01)
+    monkeypatch.setattr(on_nodes, "TELL_AGAIN_S", 0.01)
     await cluster.close_all()
     moving = cluster.begin()
     source, late = cluster.nodes["a"].communicators, cluster.nodes["b"].members

@@ -153,15 +153,21 @@ class Gating(Peering):
         if not record.detached_on or record.abandoned:
             return
         if not record.copy_exists:
-            self.abandon(node, record)
+            self.abandon(node, move, record)
             return
         try:
             self.take_down(node, move, record)
             self.build(node, move, record, node)
         except Refused:  # a member has ended, or has opened its gate
-            self.abandon(node, record)
+            self.abandon(node, move, record)
 
-    def abandon(self, node: str, record: Record) -> None:
+    def abandon(self, node: str, move: str, record: Record) -> None:
+        """Members that answer have theirs taken down first: one that was built with the target's copy would hang."""
+        with suppress(Refused):
+            self.change(node, record.copy, 0)
+        for peer in record.detached_on:
+            with suppress(Lost, Refused):
+                self.call(node, peer, "TakeDown", move)
         self.event(node, "abandon the communicator")
         record.abandoned = self.given_up = True
 
@@ -169,13 +175,14 @@ class Gating(Peering):
         record = self.journal.get((node, move))
         if record is None or record.role != "source":
             raise Refused("no such move")
-        undone = record.holds is Outcome.ABORT or (record.holds is None and self.now_s > record.lease_until_s)
+        lone = record.holds is None and self.now_s > record.lease_until_s and not record.copy_exists
+        undone = record.holds is Outcome.ABORT or lone
         if not undone or member not in record.detached_on:
             raise Refused(f"it does not wait for {member}")
         if self.reaches(node, member):
             raise Refused(f"{member} lives")
         if not record.ended and record.mark is not Mark.SETTLED:
-            self.abandon(node, record)
+            self.abandon(node, move, record)
             self.look(node, move)
         return Answer()
 

@@ -124,7 +124,7 @@ class Settling(Gating):
             try:
                 self.build(node, move, record, record.peer)
             except Refused:
-                self.abandon(node, record)
+                self.abandon(node, move, record)
         self.give_up_unbuilt(move, record.peer)
 
     def give_up_unbuilt(self, move: str, target: str) -> None:

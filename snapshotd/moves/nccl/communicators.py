@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
@@ -20,8 +19,9 @@ from snapshotd.keepers.listing import ranks_of
 from snapshotd.moves import rules
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, leftovers
-from snapshotd.moves.nccl.members import CLOSE_DEVICES_S, NEW_ID_S, Members, cause
+from snapshotd.moves.nccl.members import CLOSE_DEVICES_S, NEW_ID_S, Members
 from snapshotd.moves.nccl.membership import Membership, ended_since, membership_of, nodes_of, on_node, placed, untried
+from snapshotd.moves.nccl.on_nodes import on_all
 from snapshotd.moves.node import Node
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.where import where_of
@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 #: What a call may take beyond the work itself.
 GRACE_S = 5.0
 REPORT_S, LIST_S, OPEN_S, GIVE_UP_S, ALIVE_S = 15.0, 10.0, 5.0, 5.0, 10.0
-#: Between two messages to a node that has not given up yet.
-TELL_AGAIN_S = 0.5
 #: The held copy is continued and loads a fresh copy of NCCL.
 READY_S = 60.0
 
@@ -92,7 +90,7 @@ class Communicators:
         NCCL's errors.
         """
         membership = moving.log.record.communicators
-        if membership is None or moving.log.record.abandoned:
+        if not membership or moving.log.record.abandoned:
             return
         where = f"on {', '.join(nodes_of(membership))}; the gates stay closed until then"
         moving.waiting_for = moving.unbuilt or f"its communicators are being built again {where}"
@@ -120,11 +118,30 @@ class Communicators:
                 log.warning("building the communicators again: %s", error.message)
 
     async def give_up_building(self, moving: Moving, why: str) -> None:
-        """A member has ended, or its node was declared dead: communicators that are down stay down. Gates open all the same,
-        and the job gets errors."""
-        if moving.log.record.communicators is None:
+        """A member has ended, or its node was declared dead: all communicators of the rank stay down. Gates open all the
+        same, and the job gets errors."""
+        membership = moving.log.record.communicators
+        if not membership:  # a rank may have RDMA devices and no communicator
             return
+        if not moving.log.record.abandoned:
+            await self._take_down_where_possible(moving, membership)
         await self._abandon(moving, f"its communicators can never be built again: {why}")
+
+    async def _take_down_where_possible(self, moving: Moving, membership: Membership) -> None:
+        """A member that was attached with the target's copy would hang in its communicator, whose other members are gone,
+        once its gate opens. One that is down gets errors. Each rank is asked for itself: its neighbour may have ended."""
+
+        async def take_down(name: str) -> None:
+            comms, uids = on_node(membership, name)
+            for uid in uids:
+                try:
+                    await self._detach_on(moving, name, comms, [uid], self.limit_s(membership))
+                except SnapshotError as error:
+                    log.info("communicators of %s on %s were not taken down: %s", uid, name, error.message)
+                    if isinstance(error, (Unreachable, Timeout)):
+                        return
+
+        await on_all(nodes_of(membership), take_down)
 
     async def _abandon(self, moving: Moving, why: str) -> None:
         """Journals that communicators which are down stay down: when the gates open, the job gets errors from these."""
@@ -201,7 +218,7 @@ class Communicators:
                 await client.gate.Attach(ready, timeout_s=READY_S + GRACE_S)
         gpus = await self._gpus(moving, nodes_of(membership))
         ids = await self._new_ids(moving, membership)
-        await self._on_all(
+        await on_all(
             nodes_of(membership),
             lambda name: self._attach_on(moving, name, membership, ids, gpus),
             lambda name: self._give_up_on(moving, name),
@@ -255,17 +272,20 @@ class Communicators:
 
     async def _detach_all(self, moving: Moving, membership: Membership) -> None:
         limit_s = self.limit_s(membership)
+        await on_all(
+            nodes_of(membership),
+            lambda name: self._detach_on(moving, name, *on_node(membership, name), limit_s),
+        )
 
-        async def detach(name: str) -> None:
-            comms, uids = on_node(membership, name)
-            request = pb.DetachRequest(move=moving.log.move, comms=comms, rank_uids=uids, timeout_s=limit_s)
-            if name == self.node.config.node:
-                await self.members.detach(request, name)
-                return
-            async with self._client(moving, name) as client:
-                await client.gate.Detach(request, timeout_s=limit_s + GRACE_S)
-
-        await self._on_all(nodes_of(membership), detach)
+    async def _detach_on(
+        self, moving: Moving, name: str, comms: Sequence[str], uids: Sequence[str], limit_s: float
+    ) -> None:
+        request = pb.DetachRequest(move=moving.log.move, comms=comms, rank_uids=uids, timeout_s=limit_s)
+        if name == self.node.config.node:
+            await self.members.detach(request, name)
+            return
+        async with self._client(moving, name) as client:
+            await client.gate.Detach(request, timeout_s=limit_s + GRACE_S)
 
     async def _new_ids(self, moving: Moving, membership: Membership) -> dict[str, str]:
         """An id for each communicator, made by its member with the lowest rank."""
@@ -325,39 +345,6 @@ class Communicators:
                 await client.gate.GiveUp(pb.MoveRequest(move=moving.log.move), timeout_s=GIVE_UP_S)
         except SnapshotError as error:
             log.info("node %s could not be told to give up: %s", name, error.message)
-
-    async def _on_all(
-        self,
-        names: Sequence[str],
-        act: Callable[[str], Coroutine[Any, Any, None]],
-        give_up: Callable[[str], Coroutine[Any, Any, None]] | None = None,
-    ) -> None:
-        """Does the same on all nodes at once. Waits for all, then raises the first failure.
-
-        `give_up` is for calls that wait for each other: once a node has failed, it is sent to the others, repeatedly, because
-        the request itself may reach a node after the first GiveUp.
-        """
-        tasks = {asyncio.create_task(act(name)): name for name in names}
-        failed: dict[str, BaseException] = {}
-        waiting = set(tasks)
-        try:
-            while waiting:
-                done, waiting = await asyncio.wait(
-                    waiting, timeout=TELL_AGAIN_S if failed and give_up else None, return_when=asyncio.FIRST_COMPLETED
-                )
-                failed |= {tasks[task]: error for task in done if (error := task.exception())}
-                if failed and give_up and waiting:
-                    await asyncio.gather(*(give_up(tasks[task]) for task in waiting))
-        finally:
-            for task in waiting:
-                task.cancel()
-        if not failed:
-            return
-        error = cause(failed.values())
-        name = next(name for name, each in failed.items() if each is error)
-        if isinstance(error, SnapshotError):
-            raise type(error)(f"on {name}: {error.message}", remedy=error.advice, where=error.where) from error
-        raise error
 
     def limit_s(self, membership: Membership) -> float:
         """How long these communicators may take to be taken down, or to be built again."""

@@ -332,23 +332,24 @@ class SourceSteps(SourceSettling):
             return self.outcome_of(moving)
 
     @step
-    async def declare_member_dead(self, move: str, node: str, by: str) -> pb.Outcome:
+    async def declare_member_dead(self, move: str, node: str, by: str, *, only_check: bool = False) -> pb.Outcome:
         """An operator declares that a node with other members of the rank's communicators is dead. They are not built again:
-        the gates open, and the job gets NCCL's errors. Only for a move that its driver does not carry out any more."""
+        the gates open, and the job gets NCCL's errors. With `only_check` nothing is changed, and what would be refused is."""
         moving = self.moving(move)
         if moving.log.last_mark is Mark.SETTLED:
             return self.outcome_of(moving)
-        if moving.log.committed or (moving.log.outcome is None and not moving.lease_expired):
-            state = "committed" if moving.log.committed else "not being undone"
-            raise WrongState(
-                f"move {move} is {state}: it is not known to wait for {node}",
-                remedy=f"`migrator recover {move}` finishes or undoes it",
-                where=where_of(moving.log),
-            )
+        _must_wait_for_members(moving, node)
         await self.communicators.must_be_dead(moving, node)
+        if only_check:
+            return self.outcome_of(moving)
         moving.given_up = f"{by} declared {node} dead"  # ends an attempt that has the lock after its next failure
         async with self.ending(moving, "recover"):
             if not moving.log.ended_unix_s:  # that attempt may have carried it out
+                try:
+                    _must_wait_for_members(moving, node)  # it may have been decided meanwhile
+                except WrongState:
+                    moving.given_up = ""
+                    raise
                 await self.communicators.give_up_building(moving, moving.given_up)
                 await self.settle_once(moving)
             return self.outcome_of(moving)
@@ -363,3 +364,21 @@ class SourceSteps(SourceSettling):
         if entry is None:
             raise RankGone(f"rank {moving.log.begin.rank} has ended", where=Where.UNKNOWN)
         return entry
+
+
+def _must_wait_for_members(moving: Moving, node: str) -> None:
+    """Raises WrongState unless the communicators are about to be built for an undo, or for a copy on the target that is the
+    only one left. Before ABORT is recorded the move may still end with COMMIT, with all members attached."""
+    move_log = moving.log
+    if move_log.outcome is not None:
+        undone = not move_log.committed
+        state = "committed"
+    else:
+        undone = moving.lease_expired and not move_log.copy_exists() and communicators.down(moving)
+        state = "not being undone"
+    if not undone:
+        raise WrongState(
+            f"move {move_log.move} is {state}: it is not known to wait for {node}",
+            remedy=f"`migrator recover {move_log.move}` finishes or undoes it; then retry if it waits for {node}",
+            where=where_of(move_log),
+        )
