@@ -10,6 +10,8 @@ from migrator.driver.peers import node_addresses, node_infos
 from migrator.find_rank import find_node
 from migrator.job_protocol import RESUME, UNDO_RESUME, JobVerdict
 from migrator.job_results import JobOptions, RankPlace
+from migrator.jobs import connections
+from migrator.jobs.connections import Sockets
 from migrator.jobs.walk import JobRun, each, new_id
 from migrator.results import Event
 from snapshotd.api import snapshotd_pb2 as pb
@@ -102,17 +104,18 @@ class Resumption(JobRun):
         self.refuse_if(checks)
 
     async def prepare(self, timeout_s: float) -> None:
-        ranks = [
-            pb.ResumedRank(
-                rank_uid=part.rank_uid,
-                from_node=part.image_node,
-                to_node=part.node,
-                rewires=self.images[part.rank_uid].rewires,
-            )
-            for part in self.participants
-        ]
+        by_uid = {part.rank_uid: part for part in self.participants}
+        seen = connections.of_each(
+            {uid: Sockets(part.image_node, self.images[uid].rewires) for uid, part in by_uid.items()}
+        )
 
         async def ask(part: pb.Participant) -> None:
+            ranks = [
+                pb.ResumedRank(
+                    rank_uid=uid, from_node=by_uid[uid].image_node, to_node=by_uid[uid].node, rewires=rewires
+                )
+                for uid, rewires in seen[part.rank_uid].items()
+            ]
             request = pb.PrepareRequest(
                 move=part.move,
                 facts=self.images[part.rank_uid].facts,

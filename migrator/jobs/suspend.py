@@ -12,6 +12,7 @@ from migrator.find_rank import Found
 from migrator.job_protocol import SUSPEND, UNDO_SUSPEND, JobVerdict
 from migrator.job_results import JobOptions, RankPlace
 from migrator.jobs import connections
+from migrator.jobs.connections import Sockets
 from migrator.jobs.walk import JobRun, each, new_id
 from migrator.results import Event
 from snapshotd.api import protocol
@@ -59,7 +60,7 @@ class Suspension(JobRun):
     async def inspect(self, timeout_s: float) -> None:
         self.nodes = await node_addresses(self.cluster, await node_infos(self.cluster))
         checks: list[tuple[str, pb.Check]] = []
-        rewires: dict[int, Sequence[pb.Rewire]] = {}
+        sockets: dict[int, Sockets] = {}
 
         async def ask(part: pb.Participant) -> None:
             request = pb.InspectRequest(
@@ -71,10 +72,10 @@ class Suspension(JobRun):
             )
             reply = await (await self.client(part.node)).source.Inspect(request, timeout_s=timeout_s)
             checks.extend((f"rank {part.rank} on {part.node}", check) for check in reply.checks)
-            rewires[part.rank] = list(reply.rewires)
+            sockets[part.rank] = Sockets(part.node, reply.rewires)
 
         await each(self.participants, ask)
-        checks.append(("the job", connections.check(rewires)))
+        checks.append(("the job", connections.check(sockets)))
         self.refuse_if(checks)
 
     async def begin(self, timeout_s: float) -> None:
@@ -92,15 +93,15 @@ class Suspension(JobRun):
 
     async def freeze(self, timeout_s: float) -> None:
         """The cut. What the freeze found decides, not what preflight saw."""
-        rewires: dict[int, Sequence[pb.Rewire]] = {}
+        sockets: dict[int, Sockets] = {}
 
         async def ask(part: pb.Participant) -> None:
             request = pb.MoveRequest(move=part.move)
             reply = await (await self.client(part.node)).source.Freeze(request, timeout_s=timeout_s)
-            rewires[part.rank] = list(reply.rewires)
+            sockets[part.rank] = Sockets(part.node, reply.rewires)
 
         await each(self.participants, ask)
-        found = connections.check(rewires)
+        found = connections.check(sockets)
         if found.verdict == pb.Check.REFUSE:
             raise Undone(
                 f"the connections have changed since they were checked: {found.reason}",

@@ -2601,7 +2601,7 @@ class PrepareRequest(_message.Message):
 
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedRank]:
-        """… all ranks of the job"""
+        """… this rank, and those that it is connected with"""
 
     def __init__(
         self,
@@ -3250,7 +3250,9 @@ class ResumedRank(_message.Message):
     from_node: _builtins.str
     to_node: _builtins.str
     @_builtins.property
-    def rewires(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewire]: ...
+    def rewires(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewire]:
+        """of the rank itself all; of others the ends of connections with it"""
+
     def __init__(
         self,
         *,

@@ -42,17 +42,30 @@ def plan(own: str, ranks: Iterable[Resumed], nodes: Sequence[pb.NodeAddresses]) 
     return rewires, problems
 
 
-def _ends(ranks: Mapping[str, Resumed]) -> dict[Pair, str]:
-    """The rank that has the end (local, remote) of a connection to another rank."""
+#: One end of a connection: the pair (local, remote), and the node, if only processes of that node see this connection.
+_End = tuple[str, Pair]
+
+
+def _end(node: str, local: Address, remote: Address) -> _End:
+    """Nodes can have the same connection, from their loopback address to itself, or from one that several of them have."""
+    within = local.loopback or local.ip == remote.ip
+    return (node if within else "", (local, remote))
+
+
+def _ends(ranks: Mapping[str, Resumed]) -> dict[_End, str]:
+    """The rank that has this end of a connection to another rank."""
     return {
-        _pair(rewire): rank.uid for rank in ranks.values() for rewire in rank.rewires if rewire.kind == pb.Rewire.PEER
+        _end(rank.source, *_pair(rewire)): rank.uid
+        for rank in ranks.values()
+        for rewire in rank.rewires
+        if rewire.kind == pb.Rewire.PEER
     }
 
 
 def _planned(
     rewire: pb.Rewire,
     mine: Resumed,
-    ends: Mapping[Pair, str],
+    ends: Mapping[_End, str],
     ranks: Mapping[str, Resumed],
     nodes: Sequence[pb.NodeAddresses],
 ) -> pb.Rewire:
@@ -67,7 +80,7 @@ def _planned(
             new.new_remote.ip = _moved(rewire.old_remote, places)
         return new
     local, remote = _pair(rewire)
-    peer = ranks.get(ends.get((remote, local), ""))
+    peer = ranks.get(ends.get(_end(mine.source, remote, local), ""))
     if peer is None:
         if not rewire.ended:
             raise Unclear(f"no rank of the job has the other end, {remote}")

@@ -115,3 +115,24 @@ def test_a_node_without_such_a_network_is_a_problem() -> None:
     rewires, problems = plan("a", [Resumed("a", "node-1", "far", sockets)], far)
     assert rewires == []
     assert "far has no address that can replace 10.0.0.1" in problems[0]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "172.17.0.1"])
+def test_connections_of_two_nodes_with_themselves_are_not_confused(address: str) -> None:
+    """Both nodes have the same addresses and ports: that of the loopback interface, or of Docker's bridge."""
+    nodes = [pb.NodeAddresses(name=one.name, addresses=[*one.addresses, "172.17.0.1/16"]) for one in NODES]
+    one, other = f"{address}:4000", f"{address}:5000"
+    ranks = [
+        Resumed(uid, node, node, [rewire(pb.Rewire.PEER, *pair)])
+        for uid, node, pair in (
+            ("a", "node-1", (one, other)),
+            ("b", "node-1", (other, one)),
+            ("c", "node-2", (one, other)),
+            ("d", "node-2", (other, one)),
+        )
+    ]
+    for rank in ranks:
+        rewires, problems = plan(rank.uid, ranks, nodes)
+        assert problems == []
+        assert pair(rewires[0]) == pair(rank.rewires[0]), "both ends stay together"
+        assert rewires[0].peer_node == rank.source

@@ -21,7 +21,7 @@ def planned(request: pb.PrepareRequest) -> tuple[list[pb.Rewire], list[ClusterNo
     uid = request.facts.rank.uid
     ranks = [rejoin.Resumed(one.rank_uid, one.from_node, one.to_node, list(one.rewires)) for one in request.ranks]
     if uid not in {rank.uid for rank in ranks}:
-        raise Usage("a rank is resumed with a list of all ranks of its job, itself included")
+        raise Usage("a rank is resumed with a list of the ranks that it is connected with, itself included")
     rewires, problems = rejoin.plan(uid, ranks, list(request.nodes))
     if problems:
         raise Refused(f"new-addresses: {'; '.join(problems[:5])}", remedy=NAME_THE_NETWORK, where=Where.SUSPENDED)
