@@ -199,6 +199,7 @@ def _to_json(entry: JobEntry) -> dict[str, Any]:
         "coordinator": entry.node,
         "suspension": record.suspension,
         "ended_by": record.ended_by,
+        "rank_count": record.ranks or len(record.participants),
         "ranks": [{"rank": part.rank, "uid": part.rank_uid, "node": part.node} for part in record.participants],
         "outcome": formatting.name_of(pb.OutcomeKind, record.outcome),
         "reason": record.reason,
@@ -213,11 +214,11 @@ def _row(entry: JobEntry) -> tuple[str, ...]:
     return (
         record.job,
         users.name_of(record.user_id),
-        str(len(record.participants)),
+        str(record.ranks or len(record.participants)),
         _state(entry),
         formatting.span(time.time() - record.begun_unix_s),
         entry.node,
-        ",".join(dict.fromkeys(part.image_node or part.node for part in record.participants)),
+        ",".join(dict.fromkeys(part.image_node or part.node for part in record.participants)) or "-",
         record.record,
         (record.waiting_for or "-") if not record.ended_unix_s else "-",
     )

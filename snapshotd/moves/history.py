@@ -99,7 +99,15 @@ async def needed_elsewhere(node: Node, move_log: MoveLog) -> bool:
         return True  # the job is suspended
     if begin.role == "job":
         return await in_thread(is_needed, node.journal, move_log)
-    if begin.role == "source" and move_log.aborted and begin.target_node:
+    if begin.coordinator:
+
+        async def ask() -> bool:
+            """The coordinator has no use for this record when all have carried out its own."""
+            async with node.client(begin.coordinator_node, begin.coordinator_endpoint) as client:
+                of_job = pb.MoveRequest(move=begin.coordinator)
+                return not (await client.job.GetOutcome(of_job, timeout_s=ASK_S)).settled
+
+    elif begin.role == "source" and move_log.aborted and begin.target_node:
 
         async def ask() -> bool:
             async with node.client(begin.target_node, begin.target_endpoint) as client:

@@ -126,6 +126,10 @@ class JobDecision(StrEnum):
     CLOSE = "close"
 
 
+#: Answers after COMMIT that do not change any more.
+CARRIED_OUT = frozenset({Part.DONE})
+
+
 def may_commit(parts: Mapping[str, Part]) -> tuple[bool, str]:
     """Whether COMMIT may be recorded, and if not, which participants are not ready. Keys name them for display."""
     unready = [f"{name} {part}" for name, part in parts.items() if part is not Part.READY]
@@ -150,7 +154,7 @@ def job_next(
         return JobDecision.WAIT, "the driver decides"
     if given_up and outcome is Outcome.COMMIT:
         return JobDecision.CLOSE, "the job is given up"
-    over = {Part.DONE} if outcome is Outcome.COMMIT else {Part.DONE, Part.ABSENT}
+    over = CARRIED_OUT if outcome is Outcome.COMMIT else {Part.DONE, Part.ABSENT}
     if parts and all(part in over for part in parts):
         return JobDecision.CLOSE, "all nodes have carried it out"
     return JobDecision.ASK, f"{outcome} is recorded, and not carried out by all nodes yet"

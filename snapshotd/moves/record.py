@@ -319,6 +319,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     # job
     participants: list[JobPart] = []
     suspension: str = ""  # the record of the suspension that this one resumes; empty: it is a suspension
+    done: list[str] = []  # the moves of participants that have carried out COMMIT: they are not asked again
 
     # source of a rank that was suspended
     resumed_node: str = ""  # where its image was last sent
@@ -381,6 +382,7 @@ class Fields(TypedDict, total=False):
     gate_processes: list[GateProcess]
     participants: list[JobPart]
     suspension: str
+    done: list[str]
     resumed_node: str
     resumed_endpoint: str
     dropped: str

@@ -138,6 +138,24 @@ async def test_resumption_drops_all_images_that_it_can_reach(daemon: Lossy) -> N
     assert daemon.mark(FIRST) is Mark.SETTLED
 
 
+async def test_a_target_that_has_carried_it_out_may_forget_it(daemon: Lossy, tmp_path: Path) -> None:
+    await daemon.commit_resumption()
+    daemon.copies = {
+        "m-000000000020": pb.Copy(state=pb.Copy.ENDED),
+        "m-000000000021": pb.Copy(state=pb.Copy.HELD),
+    }
+    await daemon.settle(FIRST)
+    assert daemon.journal.get(FIRST).whole().done == ["m-000000000020"]
+    await daemon.stop()
+    again = Lossy(tmp_path)
+    again.steps.adopt_journal()
+    again.copies = {"m-000000000021": pb.Copy(state=pb.Copy.ENDED)}  # the other one has removed its record
+    await again.settle(FIRST)
+    assert again.mark(FIRST) is Mark.SETTLED
+    assert set(again.dropped) == set(IMAGES)
+    await again.stop()
+
+
 async def test_images_of_a_resumption_that_a_target_has_forgotten_can_be_dropped(daemon: Lossy) -> None:
     await daemon.commit_resumption()
     daemon.copies = {"m-000000000020": pb.Copy(state=pb.Copy.RUNNING)}
@@ -151,3 +169,14 @@ async def test_images_of_a_resumption_that_a_target_has_forgotten_can_be_dropped
     assert daemon.given_up == set(), "the job runs: its keepers stay"
     await daemon.settle(FIRST)
     assert daemon.mark(FIRST) is Mark.SETTLED, "nothing is left to wait for"
+
+
+async def test_records_that_have_ended_are_listed_without_their_participants(daemon: Lossy) -> None:
+    """A history of large jobs would not fit into a message. A suspended job is listed with them: they are its images."""
+    await daemon.commit_resumption()
+    assert (len((await daemon.listed(FIRST)).participants), (await daemon.listed(FIRST)).ranks) == (2, 2)
+    daemon.copies = {f"m-{move:012x}": pb.Copy(state=pb.Copy.RUNNING) for move in (32, 33)}
+    await daemon.settle(FIRST)
+    for record in (RECORD, FIRST):
+        found = await daemon.listed(record)
+        assert (list(found.participants), found.ranks) == ([], 2)

@@ -23,6 +23,7 @@ from snapshotd.proc import host
 from snapshotd.proc.tree import Process
 
 NOW = 1_800_000_000.0
+COORDINATOR = "m-0000000000ff"
 
 
 class Daemon:
@@ -34,7 +35,8 @@ class Daemon:
         self._clock = NOW
         monkeypatch.setattr("snapshotd.moves.journal.time.time", lambda: self._clock)
         config = SimpleNamespace(history_days=30, history_moves=1000)
-        node: Any = SimpleNamespace(config=config, client=self._client)
+        suspended = SimpleNamespace(sealed=lambda move: False)
+        node: Any = SimpleNamespace(config=config, client=self._client, suspended=suspended)
         self.node, self.history = node, History(node, [self.steps])
 
     @asynccontextmanager
@@ -44,15 +46,32 @@ class Daemon:
                 raise self.answer
             return self.answer
 
-        yield SimpleNamespace(target=SimpleNamespace(GetCopy=answer), source=SimpleNamespace(GetOutcome=answer))
+        async def of_job(request: pb.MoveRequest, timeout_s: float) -> Any:
+            assert (name, request.move) == ("c", COORDINATOR)
+            return await answer(request, timeout_s)
+
+        yield SimpleNamespace(
+            target=SimpleNamespace(GetCopy=answer),
+            source=SimpleNamespace(GetOutcome=answer),
+            job=SimpleNamespace(GetOutcome=of_job),
+        )
 
     def move(
-        self, number: int, days_ago: float, mark: Mark = Mark.SETTLED, role: str = "peer", **fields: Any
+        self,
+        number: int,
+        days_ago: float,
+        mark: Mark = Mark.SETTLED,
+        role: str = "peer",
+        coordinator: tuple[str, ...] = (),
+        **fields: Any,
     ) -> MoveLog:
         """A move whose last mark has the given age."""
         self._clock = NOW - days_ago * DAY_S
         nodes = ("a", "a:1", "b", "b:1")
-        begin = Begin(f"m-{number:012x}", role, "job-0", "job", 0, *nodes, "00" * 32, host.boot_id(), self._clock)
+        begin = Begin(
+            *(f"m-{number:012x}", role, "job-0", "job", 0, *nodes, "00" * 32, host.boot_id(), self._clock, 0.0, -1),
+            *coordinator,
+        )
         move_log = self.steps.journal.begin(begin)
         move_log.mark(mark, **fields)
         self.steps.moves[move_log.move] = Moving(move_log)
@@ -127,6 +146,27 @@ async def test_target_keeps_its_record_until_the_source_has_settled(daemon: Daem
     """The source asks whether the copy ran: without the record an operator could declare the target dead."""
     daemon.answer = answer
     daemon.move(1, 100, Mark.ACTIVATED, "target")
+    assert bool(await daemon.prune()) == removed
+
+
+@pytest.mark.parametrize(
+    ("answer", "removed"),
+    [
+        (pb.Outcome(kind=pb.COMMIT, settled=True), True),
+        (pb.Outcome(kind=pb.COMMIT, settled=False), False),
+        (NotFound("it has removed the record itself"), True),
+        (Unreachable("down for a month"), False),
+    ],
+)
+@pytest.mark.parametrize(
+    ("role", "mark"), [("target", Mark.ACTIVATED), ("target", Mark.DISCARDED), ("source", Mark.SETTLED)]
+)
+async def test_rank_of_a_job_keeps_its_record_until_the_coordinator_has_settled(
+    daemon: Daemon, role: str, mark: Mark, answer: Any, removed: bool
+) -> None:
+    """The coordinator of a suspension or resumption asks whether it was carried out, and waits for that."""
+    daemon.answer = answer
+    daemon.move(1, 100, mark, role, (COORDINATOR, "c", "c:1"))
     assert bool(await daemon.prune()) == removed
 
 

@@ -221,20 +221,24 @@ class JobSteps(Steps):
                 continue
             record = move_log.whole()
             moving = self.moves.get(move_log.move)
+            by = ended_by(self.journal, move_log)
+            is_over = bool(move_log.ended_unix_s) and (bool(record.suspension) or bool(by) or not move_log.committed)
             found.append(
                 pb.JobRecord(
                     record=move_log.move,
                     job=begin.job,
                     user_id=begin.user_id,
                     suspension=record.suspension,
-                    participants=[part.to_proto() for part in record.participants],
+                    ranks=len(record.participants),
+                    # A history of large jobs would not fit into a message.
+                    participants=[] if is_over else [part.to_proto() for part in record.participants],
                     outcome=pb.OutcomeKind.Value(decided.outcome.value) if decided is not None else pb.UNDECIDED,
                     reason=decided.reason if decided is not None else "",
                     decided_by=decided.decided_by if decided is not None else "",
                     begun_unix_s=begin.begun_unix_s,
                     ended_unix_s=move_log.ended_unix_s,
                     waiting_for=moving.waiting_for if moving is not None else "",
-                    ended_by=ended_by(self.journal, move_log),
+                    ended_by=by,
                 )
             )
         return found
@@ -307,12 +311,21 @@ class JobSteps(Steps):
         await in_thread(move_log.mark, Mark.SETTLED)
 
     async def _ask_all(self, move_log: MoveLog) -> dict[str, Part]:
-        """The answers of all participants, by a name for display."""
+        """The answers of all participants, by a name for display. What a participant has carried out is journalled, and it is
+        not asked again: it may forget its part then."""
         record = await in_thread(move_log.whole)
         ask = self._ask_target if record.suspension else self._ask_store
-        answers = await asyncio.gather(*(ask(part) for part in record.participants))
-        names = [f"rank {part.rank} on {part.node}" for part in record.participants]
-        return dict(zip(names, answers, strict=True))
+        known = set(record.done) if move_log.committed else set()
+
+        async def answer(part: JobPart) -> Part:
+            return Part.DONE if part.move in known else await ask(part)
+
+        answers = await asyncio.gather(*map(answer, record.participants))
+        parts = list(zip(record.participants, answers, strict=True))
+        done = [part.move for part, said in parts if said in job_rules.CARRIED_OUT]
+        if move_log.committed and set(done) > known:
+            await in_thread(move_log.mark, move_log.last_mark, done=done)
+        return {f"rank {part.rank} on {part.node}": said for part, said in parts}
 
     async def _ask_store(self, part: JobPart) -> Part:
         try:
