@@ -40,6 +40,7 @@ class Run:
         # what the daemons answered
         self.checks: list[pb.Check] = []
         self.facts = pb.RankFacts()
+        self.look = ""  # the source's name for these facts
         self.nodes: list[pb.NodeAddresses] = []
         self.strange: dict[str, pb.Check] = {}  # nodes whose daemon this program does not understand, and the refusal
         self.silent: list[str] = []  # nodes of the cluster that did not say which addresses they have

@@ -101,7 +101,7 @@ async def inspect(run: Run, timeout_s: float) -> None:
     )
     inspected = await run.source.source.Inspect(request, timeout_s=timeout_s)
     run.facts, run.checks = inspected.facts, list(inspected.checks)
-    run.rewires = list(inspected.rewires)
+    run.rewires, run.look = list(inspected.rewires), inspected.look
     _refuse_unknown_hosts(run)
 
 
@@ -156,6 +156,7 @@ async def begin(run: Run, timeout_s: float) -> None:
         nonce=run.prepared.nonce,
         lease_s=run.options.lease_s,
         nodes=run.nodes,
+        look=run.look,
     )
     try:
         await run.source.source.Begin(request, timeout_s=timeout_s)

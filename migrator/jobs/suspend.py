@@ -30,6 +30,7 @@ class Suspension(JobRun):
         super().__init__(cluster, options, found[0].rank.job, found[0].rank.user_id, on_event)
         self.coordinator = found[0].node
         self.nodes: list[pb.NodeAddresses] = []
+        self.looks: dict[str, str] = {}  # by the rank's uid: its source's name for what Inspect found
         self.participants = [
             pb.Participant(
                 rank_uid=one.rank.uid,
@@ -73,6 +74,7 @@ class Suspension(JobRun):
             reply = await (await self.client(part.node)).source.Inspect(request, timeout_s=timeout_s)
             checks.extend((f"rank {part.rank} on {part.node}", check) for check in reply.checks)
             sockets[part.rank] = Sockets(part.node, reply.rewires)
+            self.looks[part.rank_uid] = reply.look
 
         await each(self.participants, ask)
         checks.append(("the job", connections.check(sockets)))
@@ -86,6 +88,7 @@ class Suspension(JobRun):
                 lease_s=self.options.lease_s,
                 nodes=self.nodes,
                 coordinator=self.coordinates,
+                look=self.looks[part.rank_uid],
             )
             await (await self.client(part.node)).source.Begin(request, timeout_s=timeout_s)
 

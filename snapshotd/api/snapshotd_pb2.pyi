@@ -2039,6 +2039,9 @@ class InspectReply(_message.Message):
     FACTS_FIELD_NUMBER: _builtins.int
     CHECKS_FIELD_NUMBER: _builtins.int
     REWIRES_FIELD_NUMBER: _builtins.int
+    LOOK_FIELD_NUMBER: _builtins.int
+    look: _builtins.str
+    """names these facts for Begin, which then need not be gathered again; empty: refused"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
@@ -2053,10 +2056,11 @@ class InspectReply(_message.Message):
         facts: Global___RankFacts | None = ...,
         checks: _abc.Iterable[Global___Check] | None = ...,
         rewires: _abc.Iterable[Global___Rewire] | None = ...,
+        look: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "facts", b"facts", "rewires", b"rewires"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "facts", b"facts", "look", b"look", "rewires", b"rewires"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2225,6 +2229,7 @@ class BeginRequest(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     COORDINATOR_FIELD_NUMBER: _builtins.int
+    LOOK_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     rank_uid: _builtins.str
     target_node: _builtins.str
@@ -2232,6 +2237,8 @@ class BeginRequest(_message.Message):
     nonce: _builtins.bytes
     """the target's, from Prepare"""
     lease_s: _builtins.float
+    look: _builtins.str
+    """from Inspect; empty: gather the facts again"""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]: ...
     @_builtins.property
@@ -2249,10 +2256,11 @@ class BeginRequest(_message.Message):
         lease_s: _builtins.float = ...,
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
         coordinator: Global___Coordinator | None = ...,
+        look: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "lease_s", b"lease_s", "move", b"move", "nodes", b"nodes", "nonce", b"nonce", "rank_uid", b"rank_uid", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "lease_s", b"lease_s", "look", b"look", "move", b"move", "nodes", b"nodes", "nonce", b"nonce", "rank_uid", b"rank_uid", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

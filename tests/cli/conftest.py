@@ -141,7 +141,9 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
 
     def Inspect(self, request: pb.InspectRequest, context: grpc.ServicerContext) -> pb.InspectReply:
         self._hear("Inspect", request, context)
-        return pb.InspectReply(facts=pb.RankFacts(source_node=self.name), checks=self.checks, rewires=self.rewires)
+        look = f"look {len(self.called('Inspect'))}"
+        facts = pb.RankFacts(source_node=self.name)
+        return pb.InspectReply(facts=facts, checks=self.checks, rewires=self.rewires, look=look)
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
         self._hear("Begin", request, context)

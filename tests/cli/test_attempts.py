@@ -41,6 +41,8 @@ def test_move_succeeds_although_the_rank_changed_at_first(cluster: FakeCluster, 
     moves = {request.move for method, request in cluster["node-1"].asked if method == "Begin"}
     assert len(moves) == ATTEMPTS, "each attempt is a move of its own"
     assert cluster["node-1"].called("Inspect") == ["Inspect"] * ATTEMPTS
+    looks = [request.look for method, request in cluster["node-1"].asked if method == "Begin"]
+    assert looks == [f"look {number + 1}" for number in range(ATTEMPTS)], "with what its own preflight found"
 
 
 def test_rank_that_keeps_changing_is_given_up(cluster: FakeCluster, migrator: Migrator) -> None:

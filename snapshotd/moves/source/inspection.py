@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from snapshotd import preflight
@@ -22,6 +24,8 @@ from snapshotd.runtime.spans import span
 KEEPER_BACK_S = 5.0
 #: How long what preflight found counts for a move that begins.
 FRESH_S = 30.0
+#: How many of them are kept: anyone may ask for preflight, as often as they like.
+MAX_LOOKS = 64
 #: How often a rank is looked at before a refusal counts, if processes of it ended during the look.
 LOOKS = 4
 
@@ -36,24 +40,30 @@ class Looked:
 
 
 class Remembered:
-    """What preflight found about ranks, for the move that begins right afterwards.
+    """What preflight found about ranks, for the move that begins right afterwards. The driver that asked names it: another
+    caller's preflight of the same rank may have found something else.
 
     Looking again would take as long again, and would be less certain: the target has compared what preflight found. What the
     rank has mapped or opened since is found when it is frozen, and compared then (preflight/after_freeze.py)."""
 
     def __init__(self) -> None:
-        self._found: dict[str, tuple[float, Looked]] = {}  # by the rank's uid: when, and what
+        self._found: dict[str, tuple[float, Looked]] = {}  # by its name: when, and what; the oldest first
 
-    def put(self, found: Looked) -> None:
-        now_s = host.boottime_s()
-        self._found = {uid: one for uid, one in self._found.items() if now_s - one[0] < FRESH_S}
-        self._found[found.facts.rank.uid] = now_s, found
+    def put(self, found: Looked, checks: Sequence[pb.Check]) -> str:
+        """Returns the name by which it can be taken; empty if a check refuses, because then no move begins with it."""
+        if preflight.refusals(checks):
+            return ""
+        now_s, name = host.boottime_s(), secrets.token_hex(8)
+        fresh = [(key, one) for key, one in self._found.items() if now_s - one[0] < FRESH_S]
+        self._found = dict(fresh[1 - MAX_LOOKS :])
+        self._found[name] = now_s, found
+        return name
 
-    def take(self, entry: RankEntry) -> Looked | None:
+    def take(self, name: str, entry: RankEntry) -> Looked | None:
         """None if it was too long ago, or of another process."""
-        when_s, found = self._found.pop(entry.uid, (0.0, Looked(pb.RankFacts(), [])))
-        process = found.facts.rank.process
-        same = (process.pid, process.start_ticks) == (entry.pid, entry.start_ticks)
+        when_s, found = self._found.pop(name, (0.0, Looked(pb.RankFacts(), [])))
+        rank = found.facts.rank
+        same = (rank.uid, rank.process.pid, rank.process.start_ticks) == (entry.uid, entry.pid, entry.start_ticks)
         return found if same and host.boottime_s() - when_s < FRESH_S else None
 
 

@@ -67,7 +67,6 @@ class SourceSteps(SourceSettling):
         entry = self.node.ranks.here(request.rank_uid)
         await inspection.keeper_back(entry)
         looked = await inspection.look(self.node, entry)
-        self._inspected.put(looked)
         checks = list(looked.checks)
         places = self._places(request.nodes, request.target_node)
         with span("find connections"):
@@ -86,7 +85,8 @@ class SourceSteps(SourceSettling):
                     remedy=Busy.remedy,
                 )
             )
-        return pb.InspectReply(facts=looked.facts, checks=checks, rewires=rewires)
+        look = self._inspected.put(looked, checks)
+        return pb.InspectReply(facts=looked.facts, checks=checks, rewires=rewires, look=look)
 
     def _places(self, nodes: Iterable[pb.NodeAddresses], target: str) -> Places:
         return Places.of(nodes, self.node.config.node, target)
@@ -147,7 +147,7 @@ class SourceSteps(SourceSettling):
         )
         moving = self.track(move_log)
         self.settle_all()
-        looked = self._inspected.take(entry) or await inspection.look(self.node, entry)
+        looked = self._inspected.take(request.look, entry) or await inspection.look(self.node, entry)
         moving.facts, moving.scope = looked.facts, looked.scope
         if suspends:
             needed_bytes = moving.facts.memory_bytes + moving.facts.carried_bytes
