@@ -85,12 +85,15 @@ def act(options: argparse.Namespace) -> int:
     as_json = arguments.wants_json(options)
     try:
         result = asyncio.run(_move(cluster, asked, trace, as_json=as_json))
+        if trace is not None:
+            trace.write(result.to_json())
     except SnapshotError as error:
         if trace is not None:
             trace.write(output.error_object(error))
         raise
-    if trace is not None:
-        trace.write(result.to_json())
+    finally:
+        if trace is not None:
+            trace.close()
     if as_json:
         output.json_object(result.to_json())
     elif result.outcome is Verdict.MOVED:

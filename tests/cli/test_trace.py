@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from migrator.driver import trace_events
 from migrator.driver.timing import Call, NodeSpans, Timed, difference
+from migrator.driver.trace import Trace
 from migrator.driver.trace_events import lanes
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import CriuFailed, NotFound, Refused, Undone, Usage
@@ -103,6 +107,53 @@ def test_a_file_that_cannot_be_written_stops_the_command_before_the_move(
     ran = migrator("move", "--rank", "0", "--to", "spare-1", "--trace", path)
     assert ran.code == Usage.exit_code
     assert "cannot be written" in ran.err
+    assert not any(daemon.asked for daemon in cluster.daemons.values())
+
+
+def test_trace_replaces_a_file_only_when_it_is_complete(
+    cluster: FakeCluster, migrator: Migrator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("of an earlier move")
+    path.chmod(0o644)
+    seen: list[str] = []
+    document = trace_events.document
+
+    def looking(trace: Trace) -> dict[str, Any]:
+        seen.append(path.read_text())
+        return document(trace)
+
+    monkeypatch.setattr(trace_events, "document", looking)
+    move(cluster, migrator, path)
+    assert seen == ["of an earlier move"]
+    assert path.stat().st_mode & 0o777 == 0o600, "it has commands and paths of the job"
+    assert [one.name for one in tmp_path.glob("*trace.json*")] == ["trace.json"]
+
+
+def test_trace_that_cannot_be_written_in_the_end_leaves_the_earlier_one(
+    cluster: FakeCluster, migrator: Migrator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(trace: object) -> object:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "trace.json"
+    path.write_text("of an earlier move")
+    cluster["node-1"].ranks = [a_rank("node-1")]
+    monkeypatch.setattr(trace_events, "document", full)
+    ran = migrator("move", "--rank", "0", "--to", "spare-1", "--trace", str(path))
+    assert (ran.code, path.read_text()) == (0, "of an earlier move")
+    assert "the trace was not written: No space left on device" in ran.err
+    assert [one.name for one in tmp_path.glob("*trace.json*")] == ["trace.json"]
+
+
+def test_trace_is_not_written_through_a_link(cluster: FakeCluster, migrator: Migrator, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "of somebody else"
+    elsewhere.write_text("precious")
+    (tmp_path / "trace.json").symlink_to(elsewhere)
+    ran = migrator("move", "--rank", "0", "--to", "spare-1", "--trace", str(tmp_path / "trace.json"))
+    assert ran.code == Usage.exit_code
+    assert "is not a regular file" in ran.err
+    assert elsewhere.read_text() == "precious"
     assert not any(daemon.asked for daemon in cluster.daemons.values())
 
 
