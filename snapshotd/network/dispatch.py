@@ -40,7 +40,13 @@ _QUESTIONS = frozenset(
     )
 )
 #: Calls that are no part of a move's time: questions about it, and the lease that is renewed beside it.
-_UNTIMED = ("/snapshotd.v1.Node/", "/snapshotd.v1.Source/Renew", "/snapshotd.v1.Source/GetOutcome")
+_UNTIMED = (
+    "/snapshotd.v1.Node/",
+    "/snapshotd.v1.Source/Renew",
+    "/snapshotd.v1.Source/GetOutcome",
+    "/snapshotd.v1.Target/GetCopy",
+    "/snapshotd.v1.Gate/Report",
+)
 _MAX_ID_CHARS = 40
 #: Log records about the calls of one caller in a minute: of those that are denied, of those that fail, of defects.
 _MAX_COMPLAINTS, _MAX_NOTICES, _MAX_DEFECTS = 10, 600, 30

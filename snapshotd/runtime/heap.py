@@ -7,9 +7,10 @@ unused objects that refer to each other only when their number is a quarter of a
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import gc
+
+from snapshotd.runtime.blocking import in_thread
 
 _M_ARENA_MAX = -8  # malloc.h
 _ARENAS = 2
@@ -32,7 +33,7 @@ def keep() -> None:
 async def give_back() -> None:
     """Frees what is unused, and returns freed memory to the kernel."""
     gc.collect()  # on the event loop, to which some of it may belong; takes milliseconds after `keep`
-    await asyncio.to_thread(_trim)
+    await in_thread(_trim)
 
 
 def _trim() -> None:

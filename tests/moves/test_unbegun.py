@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from snapshotd.moves.peers.steps import PeerSteps
 from snapshotd.moves.record import Begin, OutcomeRecord
 from snapshotd.moves.reserve import Reserve
 from snapshotd.moves.rules import Mark, Outcome
-from snapshotd.moves.target import settling
+from snapshotd.moves.target import settling, spare_children, waiting_keepers
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.steps import TargetSteps
 from snapshotd.proc import host
@@ -224,6 +226,32 @@ async def test_operator_cannot_drop_a_held_copy_without_a_token(target: TargetSt
     with pytest.raises(WrongState, match="may have a whole copy"):
         await target.discard(MOVE, b"", "operator alice")
     assert outcome(moving) is None
+
+
+@pytest.mark.parametrize("others", [False, True])
+async def test_keeper_that_waited_for_a_discarded_move_ends_unless_another_move_needs_it(
+    target: TargetSteps, other: Other, monkeypatch: pytest.MonkeyPatch, others: bool
+) -> None:
+    """Also a move that is refused after its preparation ends like this."""
+    renewed = asyncio.Event()
+
+    async def start_spares() -> None:
+        renewed.set()
+
+    monkeypatch.setattr(spare_children, "_LATER_S", 0.0)
+    monkeypatch.setattr(spare_children, "start_spares", start_spares)
+    waiting_keepers.prepare(sys.executable)  # in place of criu, which gets no orders here
+    (keeper,) = waiting_keepers._waiting
+    moving = prepared(target)
+    if others:
+        target.moves["m-000000000001"] = Moving(moving.log)
+    other.outcome = SILENT
+    try:
+        await target.discard(MOVE, b"", "operator alice")
+        await asyncio.wait_for(renewed.wait(), 60)
+        assert (keeper.process.poll() is None) is others
+    finally:
+        waiting_keepers.close()
 
 
 @pytest.mark.parametrize("ended_by", ["silence", "operator", "source"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,5 +66,26 @@ def test_one_that_has_ended_takes_no_orders() -> None:
     os.kill(keeper.process.pid, signal.SIGKILL)
     keeper.process.wait()
     with pytest.raises(BrokenPipeError):
-        keeper.order(b"{}" * (1 << 20))
+        keeper.order(b"{}" * (1 << 20), limit_s=60)
+    keeper.end()
+
+
+def test_one_that_does_not_read_its_orders_is_not_awaited_without_a_limit() -> None:
+    keeper = waiting_keepers.take(TRUE)
+    os.kill(keeper.process.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        keeper.order(b"{}" * (1 << 20), limit_s=0.1)
+    keeper.process.kill()  # as `end` does after some seconds
+    keeper.end()
+    assert ended(keeper)
+
+
+def test_orders_that_are_larger_than_a_pipe_arrive_whole() -> None:
+    program = "import sys; text = sys.stdin.buffer.read(); sys.exit(0 if text == b'ab' * (1 << 20) else 1)"
+    started = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+    keeper = waiting_keepers.take(TRUE)
+    idle, keeper.process = keeper.process, started
+    keeper.order(b"ab" * (1 << 20), limit_s=60)
+    assert keeper.wait() == 0
+    keeper.process = idle
     keeper.end()

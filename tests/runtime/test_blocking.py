@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
+from snapshotd.runtime import blocking
 from snapshotd.runtime.blocking import Lane, in_thread
 
 
@@ -90,3 +93,11 @@ async def test_failure_that_a_cancelled_caller_does_not_learn_is_not_reported_by
     del task
     gc.collect()
     assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_the_daemon_uses_threads_of_the_event_loop_in_one_file_only() -> None:
+    """Elsewhere a cancellation would abandon the thread, and log records in it would not carry the move."""
+    daemon = Path(blocking.__file__).parents[1]
+    pattern = re.compile(r"\b(to_thread|run_in_executor)\(")
+    found = [path for path in daemon.rglob("*.py") if pattern.search(path.read_text())]
+    assert found == [Path(blocking.__file__)]

@@ -7,7 +7,9 @@ import secrets
 
 import pytest
 
+from snapshotd.api.methods import methods
 from snapshotd.api.servicers import spans_of
+from snapshotd.network import dispatch
 from snapshotd.runtime import spans
 from snapshotd.runtime.blocking import in_thread
 
@@ -52,6 +54,24 @@ def test_spans_nest_also_in_threads_and_tasks() -> None:
     assert (found["stop"].bytes, found["measured"].bytes) == (8, 9)
     assert found["measured"].seconds == pytest.approx(0.5)
     assert all(not span.unfinished and span.seconds >= 0 for span in found.values())
+
+
+@pytest.mark.parametrize(
+    ("call", "timed"),
+    [
+        ("Source/Freeze", True),
+        ("Gate/Close", True),
+        ("Source/Renew", False),
+        ("Source/GetOutcome", False),
+        ("Target/GetCopy", False),
+        ("Gate/Report", False),
+        ("Node/GetSpans", False),
+    ],
+)
+def test_questions_about_a_move_do_not_fill_its_spans(call: str, timed: bool) -> None:
+    """A source that waits for its target asks every second, and there is room for a number of spans only."""
+    method = methods()[f"/snapshotd.v1.{call}"]
+    assert dispatch._move_of(method.path, method.request(move="m-000000000001")) == ("m-000000000001" if timed else "")
 
 
 def test_nothing_is_recorded_outside_of_a_move() -> None:

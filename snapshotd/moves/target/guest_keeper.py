@@ -36,18 +36,23 @@ async def start(
     """Starts the guest keeper. It is connected when this returns, and criu waits for its request on the socket."""
     config = node.config
     keeper = await in_thread(waiting_keepers.take, config.criu)
+    how = "did not read its orders"
     try:
-        await in_thread(keeper.order, await _orders(node, begin, image, group, user, keeper))
+        orders = await _orders(node, begin, image, group, user, keeper)
+        await in_thread(keeper.order, orders, KEEPER_S)
+        how = "did not connect"
         await reach(Point.KEEPER_STARTED)
         link = await asyncio.wait_for(connected, KEEPER_S)
     except BaseException as error:
         await in_thread(keeper.end)  # and criu with it
         if not isinstance(error, TimeoutError | BrokenPipeError):
             raise
-        how = f"did not come up in {KEEPER_S:.0f} s" if isinstance(error, TimeoutError) else "took no orders"
-        code = keeper.process.returncode
+        if isinstance(error, TimeoutError):
+            what = f"{how} within {KEEPER_S:.0f} s"
+        else:
+            what = f"ended before it had read its orders (exit status {keeper.process.returncode})"
         raise Timeout(
-            f"the guest keeper {how}{f' (it ended with {code})' if code else ''}",
+            f"the guest keeper {what}",
             remedy="see the daemon's log on the target for its output",
             where=Where.SOURCE_FROZEN,
         ) from error

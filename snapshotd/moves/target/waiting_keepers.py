@@ -7,9 +7,12 @@ no cgroup and no connection yet, and it ends by itself when this daemon ends or 
 from __future__ import annotations
 
 import contextlib
+import os
+import selectors
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +40,16 @@ class WaitingKeeper:
     ours: socket.socket  # our end of criu's connection
     criu_fd: int  # the number of criu's end in the keeper
 
-    def order(self, orders: bytes) -> None:
-        """Raises BrokenPipeError if it has ended."""
-        with self._input as stdin:
-            stdin.write(orders)
+    def order(self, orders: bytes, limit_s: float) -> None:
+        """Raises BrokenPipeError if it has ended, TimeoutError if it does not read them all within the limit."""
+        ends_s, left = time.monotonic() + limit_s, memoryview(orders)
+        with self._input as stdin, selectors.DefaultSelector() as selector:
+            os.set_blocking(stdin.fileno(), False)
+            selector.register(stdin, selectors.EVENT_WRITE)
+            while left:
+                if not selector.select(max(0.0, ends_s - time.monotonic())):
+                    raise TimeoutError
+                left = left[os.write(stdin.fileno(), left) :]
 
     def wait(self) -> int:
         """Waits for the process that was started, which ends as soon as the keeper itself is no longer its child."""
