@@ -12,7 +12,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, Where
 from snapshotd.keepers.stdio_state import StdioState
 from snapshotd.moves import record
-from snapshotd.moves.record import ClusterNode, OffloadedMemory, SocketOptions
+from snapshotd.moves.record_parts import ClusterNode, OffloadedMemory, SocketOptions
 from snapshotd.moves.tree_facts import TreeFacts
 from snapshotd.proc.credentials import Identity
 

@@ -14,7 +14,7 @@ from snapshotd.api.errors import Damaged
 from snapshotd.inprocess import nccl_lines, ncclctl
 from snapshotd.moves.nccl import gate_processes
 from snapshotd.moves.nccl.membership import membership_of, untried
-from snapshotd.moves.record import GateProcess, Member
+from snapshotd.moves.record_parts import GateProcess, Member
 from snapshotd.moves.rules import CopyState, GateDecision, GateFacts, Mark, Outcome, gate_next
 
 

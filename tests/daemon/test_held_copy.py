@@ -21,7 +21,8 @@ from snapshotd.inprocess import ncclctl, shimctl
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import held_copy
 from snapshotd.moves.nccl.members import Members
-from snapshotd.moves.record import MoveRecord, NcclProcess
+from snapshotd.moves.record import MoveRecord
+from snapshotd.moves.record_parts import NcclProcess
 from snapshotd.proc import tree
 from snapshotd.proc.tree import Process
 

@@ -27,7 +27,7 @@ from snapshotd.moves.device import refill, stripe_files
 from snapshotd.moves.device.memory import Lost
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import Journal
-from snapshotd.moves.record import OffloadedMemory
+from snapshotd.moves.record_parts import OffloadedMemory
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.moves.source.departure import Departure
 from snapshotd.moves.source.dump import Dump

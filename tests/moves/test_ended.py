@@ -16,7 +16,8 @@ from snapshotd.api.errors import NotFound, SnapshotError
 from snapshotd.moves import rules
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.moving import Moving
-from snapshotd.moves.record import Begin, ClusterNode, PeerSocket
+from snapshotd.moves.record import Begin
+from snapshotd.moves.record_parts import ClusterNode, PeerSocket
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.moves.source.steps import SourceSteps
 from snapshotd.moves.steps import Steps, settle_loop

@@ -14,14 +14,13 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged
 from snapshotd.moves import description
 from snapshotd.moves.journal import Journal, MoveLog
-from snapshotd.moves.record import (
+from snapshotd.moves.record import Fields, MoveRecord
+from snapshotd.moves.record_parts import (
     ClusterNode,
-    Fields,
     GateProcess,
     JobPart,
     JournalledProcess,
     Member,
-    MoveRecord,
     NcclProcess,
     OffloadedMemory,
     PeerSocket,

@@ -28,7 +28,7 @@ from snapshotd.moves.device.standstill import LOCK_S
 from snapshotd.moves.device.striped import Striped, candidates
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
-from snapshotd.moves.record import OffloadedMemory, StripedProcess
+from snapshotd.moves.record_parts import OffloadedMemory, StripedProcess
 from snapshotd.moves.rules import Mark
 from snapshotd.proc import host
 from snapshotd.proc.room import FLOOR_BYTES, RESERVE_BYTES, mib

@@ -24,7 +24,7 @@ from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.memory import Lost, copy_s
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog
-from snapshotd.moves.record import OffloadedMemory, StripedProcess
+from snapshotd.moves.record_parts import OffloadedMemory, StripedProcess
 from snapshotd.proc import host
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import all_at_once, in_thread

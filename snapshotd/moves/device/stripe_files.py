@@ -19,7 +19,7 @@ import msgspec
 
 from snapshotd.api.errors import Full, Where
 from snapshotd.moves.journal import Journal
-from snapshotd.moves.record import OffloadedMemory
+from snapshotd.moves.record_parts import OffloadedMemory
 from snapshotd.moves.rules import Mark
 
 #: Their names, also on the wire.

@@ -19,7 +19,8 @@ from snapshotd.moves.jobs import dropping
 from snapshotd.moves.journal import Journal, MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
-from snapshotd.moves.record import Begin, JobPart
+from snapshotd.moves.record import Begin
+from snapshotd.moves.record_parts import JobPart
 from snapshotd.moves.rules import CopyState, Mark, Outcome
 from snapshotd.moves.steps import Steps, settle_loop, step
 from snapshotd.proc import host

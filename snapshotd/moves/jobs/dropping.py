@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import SnapshotError, Timeout, Unreachable
 from snapshotd.moves.node import Node
-from snapshotd.moves.record import JobPart, MoveRecord
+from snapshotd.moves.record import MoveRecord
+from snapshotd.moves.record_parts import JobPart
 
 DROP_S = 10.0
 

@@ -12,7 +12,7 @@ from snapshotd.api.errors import Damaged, RankGone, Where
 from snapshotd.inprocess import nccl_lines, ncclctl
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.journal import MoveLog
-from snapshotd.moves.record import GateProcess
+from snapshotd.moves.record_parts import GateProcess
 from snapshotd.proc import tree
 from snapshotd.runtime.blocking import all_at_once
 

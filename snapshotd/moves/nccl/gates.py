@@ -22,7 +22,8 @@ from snapshotd.moves.journal import Journal, MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes
 from snapshotd.moves.node import Node
-from snapshotd.moves.record import Begin, GateProcess
+from snapshotd.moves.record import Begin
+from snapshotd.moves.record_parts import GateProcess
 from snapshotd.moves.rules import CopyState, GateDecision, GateFacts, Mark, Outcome
 from snapshotd.moves.steps import Steps, settle_loop, step
 from snapshotd.proc import host

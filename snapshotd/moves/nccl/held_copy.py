@@ -15,7 +15,7 @@ from pathlib import Path
 from snapshotd.api.errors import NcclFailed, Where
 from snapshotd.inprocess import ncclctl, shimctl
 from snapshotd.moves.journal import MoveLog
-from snapshotd.moves.record import NcclProcess
+from snapshotd.moves.record_parts import NcclProcess
 from snapshotd.proc import tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.proc.tree import Process

@@ -21,7 +21,7 @@ from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, held_copy
 from snapshotd.moves.nccl.gates import GateSteps
-from snapshotd.moves.record import GateProcess
+from snapshotd.moves.record_parts import GateProcess
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.steps import step
 from snapshotd.proc import host, tree

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.moves.record import Member
+from snapshotd.moves.record_parts import Member
 
 #: Every communicator's members, by its id.
 Membership: TypeAlias = dict[str, list[Member]]

@@ -20,7 +20,7 @@ from snapshotd.criu import inet
 from snapshotd.criu.inet import Endpoints
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.peers import new_connections
-from snapshotd.moves.record import ClusterNode, SocketOptions
+from snapshotd.moves.record_parts import ClusterNode, SocketOptions
 from snapshotd.net import filter as packets
 from snapshotd.net import forward, held_ports, refusals, repair, repoint, sockets, timers
 from snapshotd.net import reset as sockets_reset

@@ -25,7 +25,7 @@ from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers.new_connections import LOOPBACKS, reached_at
-from snapshotd.moves.record import parse_pair
+from snapshotd.moves.record_parts import parse_pair
 from snapshotd.net import sockets
 from snapshotd.net.flows import Address, BadAddress
 from snapshotd.runtime.blocking import in_thread

@@ -11,7 +11,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Changed, Refused, Where
 from snapshotd.keepers.ranks import Ranks
 from snapshotd.moves.peers.connections import new_pair, old_pair
-from snapshotd.moves.record import PeerSocket, parse_pair
+from snapshotd.moves.record_parts import PeerSocket, parse_pair
 from snapshotd.net import forward, refusals, repoint, sockets, tracking
 from snapshotd.net.flows import Flow, Pair
 

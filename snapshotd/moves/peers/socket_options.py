@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 
-from snapshotd.moves.record import SocketOptions, SocketTimers
+from snapshotd.moves.record_parts import SocketOptions, SocketTimers
 from snapshotd.net import options, refusals, repair, repoint, sockets, timers
 from snapshotd.net.flows import Flow, Holder
 from snapshotd.proc import tree

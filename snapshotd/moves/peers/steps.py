@@ -31,7 +31,8 @@ from snapshotd.moves.peers import ends as ends_here
 from snapshotd.moves.peers import new_paths, permission, socket_options
 from snapshotd.moves.peers.connections import new_pair, old_pair, peer_table
 from snapshotd.moves.peers.ends import Ends
-from snapshotd.moves.record import Begin, PeerSocket, SocketTimers, parse_pair
+from snapshotd.moves.record import Begin
+from snapshotd.moves.record_parts import PeerSocket, SocketTimers, parse_pair
 from snapshotd.moves.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts
 from snapshotd.moves.steps import Steps, settle_loop, step
 from snapshotd.net import filter as packets

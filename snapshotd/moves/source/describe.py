@@ -15,7 +15,8 @@ from snapshotd.keepers.ranks import RankEntry
 from snapshotd.keepers.stdio_state import StdioState
 from snapshotd.moves import affinity, tree_facts
 from snapshotd.moves.description import ImageDescription
-from snapshotd.moves.record import MoveRecord, OffloadedMemory
+from snapshotd.moves.record import MoveRecord
+from snapshotd.moves.record_parts import OffloadedMemory
 from snapshotd.proc import cgroup, cgroup_limits, gpu_cpus, tree
 from snapshotd.proc.credentials import Identity
 

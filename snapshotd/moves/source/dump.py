@@ -33,7 +33,7 @@ from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.offload import Offload
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
-from snapshotd.moves.record import OffloadedMemory
+from snapshotd.moves.record_parts import OffloadedMemory
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.source import closed_files
 from snapshotd.moves.source.channel import Opening, opened_beside

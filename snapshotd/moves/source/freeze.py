@@ -20,7 +20,7 @@ from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, held_copy, leftovers
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, new_connections, socket_options
-from snapshotd.moves.record import ClusterNode, JournalledProcess, NcclProcess
+from snapshotd.moves.record_parts import ClusterNode, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
 from snapshotd.net.places import Places
 from snapshotd.net.sockets import tree_flows

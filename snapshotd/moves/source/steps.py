@@ -35,7 +35,8 @@ from snapshotd.moves.nccl import communicators
 from snapshotd.moves.nccl.communicators import Communicators
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections
-from snapshotd.moves.record import Begin, ClusterNode
+from snapshotd.moves.record import Begin
+from snapshotd.moves.record_parts import ClusterNode
 from snapshotd.moves.rules import CopyState, Mark, Outcome
 from snapshotd.moves.source import closed_files, freeze, inspection, suspended
 from snapshotd.moves.source.dump import Dump

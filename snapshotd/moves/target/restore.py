@@ -32,7 +32,8 @@ from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, socket_options
 from snapshotd.moves.peers.forwarding import moved_listeners
-from snapshotd.moves.record import Begin, ClusterNode, Fields, JournalledProcess, NcclProcess
+from snapshotd.moves.record import Begin, Fields
+from snapshotd.moves.record_parts import ClusterNode, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.target import comparison, guest_keeper
 from snapshotd.moves.tree_facts import TreeFacts

@@ -8,7 +8,7 @@ from snapshotd.moves.journal import check_move_id
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections
 from snapshotd.moves.peers.connections import NAME_THE_NETWORK
-from snapshotd.moves.record import ClusterNode
+from snapshotd.moves.record_parts import ClusterNode
 from snapshotd.net import rejoin
 
 ASK_S = 10.0
