@@ -177,8 +177,12 @@ class PilotedChaos(Chaos):
         done = self.nodes.migrator("health", "--clear", "all", node)
         if done.returncode != 0:
             raise Broken(f"`migrator health --clear` failed: {done.stderr}")
-        until("no alarm", lambda: not self.pilot.rows(f"SELECT 1 FROM alarms WHERE node = '{node}'"), SETTLE_LIMIT_S)
+        until("the autopilot to see no alarm", lambda: self._sees_no_alarm(node), SETTLE_LIMIT_S)
         self.pilot.verb("untaint", node)
+
+    def _sees_no_alarm(self, node: str) -> bool:
+        self._revive()  # the fault of a round may have killed it a moment ago
+        return not self.pilot.rows(f"SELECT 1 FROM alarms WHERE node = '{node}'")
 
     def _check_record(self) -> None:
         """The journals of the daemons and the places of the ranks agree with the event log."""

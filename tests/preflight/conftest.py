@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from tests.preflight.ranks import Child, start
+from snapshotd.preflight import source
+from tests.preflight.gpu_ranks import FakeShim
+from tests.preflight.ranks import Child, Starter, start
 
-Starter = Callable[..., Child]
+__all__ = ["Starter"]
 
 
 @pytest.fixture
@@ -30,3 +32,11 @@ def rank() -> Iterator[Starter]:
 @pytest.fixture
 def compiler() -> str:
     return shutil.which("cc") or pytest.skip("needs a C compiler")
+
+
+@pytest.fixture
+def shim(monkeypatch: pytest.MonkeyPatch) -> FakeShim:
+    """What every process's shim reports."""
+    fake = FakeShim()
+    monkeypatch.setattr(source, "shimctl", fake)
+    return fake

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -86,6 +86,9 @@ class Child:
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             stream.close()
+
+
+Starter = Callable[..., Child]
 
 
 def start(code: str, *, session: bool = True, pass_fds: Sequence[int] = ()) -> Child:

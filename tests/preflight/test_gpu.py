@@ -1,4 +1,4 @@
-"""Ranks that use a GPU: processes with the same open and mapped files as a CUDA process, in a private /dev."""
+"""Ranks that use a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import _ctypes
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,116 +14,14 @@ import pytest
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed
 from snapshotd.api.snapshotd_pb2 import Check
-from snapshotd.preflight import DriverReport, recheck, refusals, source, uses_cuda
+from snapshotd.preflight import DriverReport, recheck, refusals
 from snapshotd.preflight.source import GPU_CHECKS, SOURCE_CHECKS
 from snapshotd.proc import tree
-from snapshotd.proc.memory import cgroup_rooms, memory_room
 from tests.preflight.conftest import Starter
-from tests.preflight.ranks import CARRY_PATHS, Child
+from tests.preflight.gpu_ranks import MIB, FakeShim, card, gpu_rank, inspect, seen
+from tests.preflight.ranks import CARRY_PATHS
 
-MIB = 1 << 20
-GIB = 1 << 30
-
-#: A keeper with its own mount namespace and /dev, like a guest keeper; the rank is its child.
-KEEPER = """
-assert libc.unshare(0x20000) == 0
-assert libc.mount(b"none", b"/", None, 0x44000, None) == 0
-assert libc.mount(b"none", b"/dev", b"tmpfs", 0, None) == 0
-for folder in ("nvidia-caps", "dri", "infiniband"):
-    os.mkdir("/dev/" + folder)
-CUDA = ("nvidiactl", "nvidia0", "nvidia-uvm", "nvidia-caps/nvidia-cap1")
-for name in (*CUDA, "nvidia-modeset", "dri/card0", "kfd"):
-    with open("/dev/" + name, "wb") as file:
-        file.truncate(64 << 20)
-os.mknod("/dev/infiniband/uverbs0", 0o20600, os.makedev(1, 11))
-import mmap
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-def at(address, name, size):
-    handle = os.open(name, os.O_RDWR)
-    assert libc.mmap(address, size, 3, 0x100011, handle, 0) == address
-    os.close(handle)
-def gpu():
-    global held
-    held = [os.open("/dev/" + name, os.O_RDWR) for name in CUDA * 3]
-    held += [socket.socketpair(), os.pipe(), libc.eventfd(0, 0), mmap.mmap(held[1], 48 << 20)]
-    held[-1].write(bytes(48 << 20))
-    at(0x204a00000, "/dev/nvidia-uvm", 2 << 20)
-def beside(feature):
-    ready = os.pipe()
-    if (child := os.fork()) == 0:
-        feature(); os.write(ready[1], b"x"); wait(); os._exit(0)
-    os.close(ready[1])
-    assert os.read(ready[0], 1)
-    return child
-def rank():
-    os.setsid()
-    FEATURE
-pids = [beside(rank)]
-"""
-
-
-@dataclass
-class FakeShim:
-    """Reports the configured values for every process."""
-
-    managed: int = 0
-    exports: int = 0
-    imports: int = 0
-    visible: str | None = None
-    bytes: int = 0  # of device memory that it backs
-    blocks: int = 0
-    missing: bool = False
-    obstacles: list[str] = field(default_factory=list)
-    asked: list[tree.Process] = field(default_factory=list)
-
-    def problems(self, pid: int) -> list[str]:
-        return self.obstacles
-
-    def find(self, process: tree.Process) -> FakeShim | None:
-        self.asked.append(process)
-        return None if self.missing else self
-
-    def state(self) -> FakeShim:
-        return self
-
-    def device_memory(self) -> FakeShim:
-        return self
-
-
-@pytest.fixture(autouse=True)
-def shim(monkeypatch: pytest.MonkeyPatch) -> FakeShim:
-    fake = FakeShim()
-    monkeypatch.setattr(source, "shimctl", fake)
-    return fake
-
-
-def gpu_rank(rank: Starter, feature: str = "gpu()") -> Child:
-    return rank(KEEPER.replace("FEATURE", feature.replace("\n", "\n    ")))
-
-
-def inspect(child: Child, gpu: DriverReport | None) -> tuple[pb.RankFacts, dict[str, Check]]:
-    return child.inspect(keeper_pid=child.pid, keeper_is_guest=True, gpu=gpu)
-
-
-def card(index: int = 0, *processes: pb.GpuProcess, used: int = 3 * MIB, mig: bool = False) -> pb.Gpu:
-    return pb.Gpu(
-        uuid=f"GPU-{index}a1b2c3d-0000",
-        index=index,
-        name="NVIDIA H200",
-        compute_capability="9.0",
-        memory_bytes=141 * GIB,
-        memory_free_bytes=141 * GIB - used,
-        mig=mig,
-        processes=processes,
-    )
-
-
-def seen(
-    child: Child, *cards: pb.Gpu, driver: str = "580.159.04", cuda_pids: tuple[int, ...] | None = None
-) -> DriverReport:
-    pids = tuple(child.pids) if cuda_pids is None else cuda_pids
-    return DriverReport(driver, cards or (card(0, pb.GpuProcess(pid=child.pids[0], memory_bytes=30 * MIB)),), pids)
+pytestmark = pytest.mark.usefixtures("shim")
 
 
 def test_rank_that_uses_cuda_passes(rank: Starter) -> None:
@@ -389,68 +287,6 @@ def test_profiler_library_in_the_process_is_refused(rank: Starter, tmp_path: Pat
     checks = inspect(child, seen(child))[1]
     assert (checks["gpu-profiler"].verdict == Check.REFUSE) is refused
     assert not refused or library in checks["gpu-profiler"].reason
-
-
-def uses(child: Child, *cards: pb.Gpu, cuda_pids: tuple[int, ...] | None = None) -> dict[int, int]:
-    """index -> MiB"""
-    facts = inspect(child, seen(child, *cards, cuda_pids=cuda_pids))[0]
-    index = {gpu.uuid: gpu.index for gpu in facts.gpu.node_gpus}
-    return {index[use.uuid]: use.memory_bytes // MIB for use in facts.gpu.uses}
-
-
-def test_uses_follow_the_processes_that_the_driver_reports(rank: Starter) -> None:
-    child = gpu_rank(rank)
-    mine, other = child.pids[0], pb.GpuProcess(pid=os.getpid(), memory_bytes=7 * MIB)
-    assert uses(child, card(0, pb.GpuProcess(pid=mine, memory_bytes=5 * MIB), other), card(1, other)) == {0: 5}
-    # On two GPUs. The share of the second is unknown: all of that GPU's used memory counts.
-    unknown = card(1, pb.GpuProcess(pid=mine), other, used=90 * MIB)
-    assert uses(child, card(0, pb.GpuProcess(pid=mine, memory_bytes=5 * MIB)), unknown) == {0: 5, 1: 90}
-    # No context yet: the driver reports only other processes.
-    assert uses(child, card(0, other)) == {}
-
-
-@pytest.mark.parametrize("result", [(), (2**22 + 5,)], ids=["no processes", "pids of another namespace"])
-def test_without_reported_processes_open_devices_count(rank: Starter, result: tuple[int, ...]) -> None:
-    processes = [pb.GpuProcess(pid=pid, memory_bytes=MIB) for pid in result]
-    assert uses(gpu_rank(rank), card(0, used=40 * MIB), card(1, *processes, used=50 * MIB)) == {0: 40}
-
-
-def test_processes_with_libcuda_are_found(rank: Starter, tmp_path: Path) -> None:
-    shutil.copy(_ctypes.__file__, tmp_path / "libcuda.so.1")
-    shutil.copy(_ctypes.__file__, tmp_path / "libcudart.so.13")
-    with_it = rank(f"ctypes.CDLL('{tmp_path}/libcuda.so.1')")
-    without = rank(f"ctypes.CDLL('{tmp_path}/libcudart.so.13')")
-    assert uses_cuda([without.pid, with_it.pid, 2**22 + 1]) == [with_it.pid]
-
-
-def test_memory_limits_of_both_cgroup_versions_are_read(tmp_path: Path) -> None:
-    unified, memory = tmp_path / "unified", tmp_path / "memory"
-    for folder, limit, use, limits in (
-        (unified, "memory.max", "memory.current", {"": None, "job": "1000", "job/rank": "max"}),
-        (memory, "memory.limit_in_bytes", "memory.usage_in_bytes", {"": "5000", "slurm": "2000"}),
-    ):
-        for name, result in limits.items():
-            (folder / name).mkdir(parents=True)
-            if result:
-                (folder / name / limit).write_text(f"{result}\n")
-                (folder / name / use).write_text("900\n")
-                (folder / name / "memory.stat").write_text("inactive_file 10\nactive_file 20\ntotal_inactive_file 40\n")
-    mounts = f"1 0 0:1 / {unified} rw - cgroup2 none rw\n2 0 0:2 / {memory} rw - cgroup none rw,memory\n"
-    mounts += "3 0 0:3 / /x rw - tmpfs none rw\n"
-    membership = "5:cpu:/slurm\n4:memory:/slurm\n0::/job/rank\n"
-    assert dict(cgroup_rooms(membership, mounts)) == {
-        f"cgroup {unified}/job": 130,
-        f"cgroup {memory}/slurm": 1140,
-        f"cgroup {memory}": 4140,
-    }
-    assert list(cgroup_rooms("0::/../..\n", mounts)) == []
-    assert list(cgroup_rooms(membership, "")) == []
-
-
-def test_the_tightest_limit_comes_first() -> None:
-    rooms = memory_room(os.getpid())
-    assert "this node" in dict(rooms)
-    assert [room for _, room in rooms] == sorted(room for _, room in rooms)
 
 
 def test_mps_server_on_the_ranks_gpu_is_refused(rank: Starter) -> None:

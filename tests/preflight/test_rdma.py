@@ -14,8 +14,8 @@ from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.objects import Kind, kind_of
 from snapshotd.preflight.rdma_checks import rdma
 from tests.preflight.conftest import Starter
+from tests.preflight.gpu_ranks import gpu_rank
 from tests.preflight.ranks import Child
-from tests.preflight.test_gpu import gpu_rank
 from tests.preflight.test_nccl import library
 
 DEVICE = "/dev/infiniband/uverbs0"
