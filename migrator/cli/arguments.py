@@ -81,6 +81,23 @@ def add_global_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_limits(parser: argparse.ArgumentParser, what: str, by: str, lease_s: float) -> None:
+    """Adds --timeout and --lease, for what is undone unless it reaches COMMIT: by the command, or `by` if that is silent."""
+    parser.add_argument(
+        "--timeout",
+        type=positive_seconds,
+        metavar="S",
+        help=f"undo {what} if it has not reached COMMIT after S seconds",
+    )
+    parser.add_argument(
+        "--lease",
+        type=positive_seconds,
+        metavar="S",
+        default=lease_s,
+        help=f"let {by} undo {what}, before COMMIT, if this command is silent for S seconds (default: %(default)s)",
+    )
+
+
 def exit_codes() -> str:
     """The table of exit codes, generated from the error classes."""
     rows = {error.exit_code: error for error in sorted(BY_CODE.values(), key=lambda error: error.exit_code)}

@@ -57,19 +57,7 @@ def add(verbs: arguments.Verbs) -> None:
         help="node for a rank; can be repeated (default: the node that has its image)",
     )
     for one in (suspending, resuming):
-        one.add_argument(
-            "--timeout",
-            type=arguments.positive_seconds,
-            metavar="S",
-            help="undo it if it has not reached COMMIT after S seconds",
-        )
-        one.add_argument(
-            "--lease",
-            type=arguments.positive_seconds,
-            metavar="S",
-            default=JobOptions.lease_s,
-            help="let the daemons undo it, before COMMIT, if this command is silent for S seconds (default: %(default)s)",
-        )
+        arguments.add_limits(one, "it", "the daemons", JobOptions.lease_s)
     listing = inner.add("list", _list, "list suspended jobs, and those that are being suspended or resumed")
     listing.add_argument("--all", action="store_true", help="also show suspensions and resumptions that have ended")
     dropping = inner.add(

@@ -40,19 +40,7 @@ def add(verbs: arguments.Verbs) -> None:
         ),
     )
     add_ask(parser)
-    parser.add_argument(
-        "--timeout",
-        type=arguments.positive_seconds,
-        metavar="S",
-        help="undo the move if it has not reached COMMIT after S seconds",
-    )
-    parser.add_argument(
-        "--lease",
-        type=arguments.positive_seconds,
-        metavar="S",
-        default=MoveOptions.lease_s,
-        help="let the source undo the move, before COMMIT, if this command is silent for S seconds (default: %(default)s)",
-    )
+    arguments.add_limits(parser, "the move", "the source", MoveOptions.lease_s)
     parser.add_argument(
         "--quiesce-timeout",
         type=arguments.positive_seconds,
@@ -60,7 +48,6 @@ def add(verbs: arguments.Verbs) -> None:
         default=MoveOptions.quiesce_timeout_s,
         help="undo the move if the ranks of an NCCL job reach no common point within S seconds (default: %(default)s)",
     )
-
     parser.add_argument(
         "--trace",
         metavar="FILE",

@@ -151,7 +151,7 @@ class _PeersStatus:
 
     If a message cannot be sent because the peer has ended the call, grpc.aio would replace the peer's status, which says
     why, by "Internal error from Core", and then wait for it. The core delivers the status only after the peer's messages
-    have been read, so the writer must not wait: whoever reads learns the status.
+    have been read, so the writer must not wait. The reader gets the status.
     """
 
     def __init__(self, call: Any) -> None:

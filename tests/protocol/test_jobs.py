@@ -4,7 +4,7 @@ its images are whole. Afterwards everything is settled, and a retry succeeds."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -164,11 +164,15 @@ def judge(model: JobModel, *, resuming: bool) -> None:
     assert model.images == {}
 
 
+def cut_off(model: JobModel, node: str) -> None:
+    model.cut.add(node)
+
+
 FAULTS: dict[str, Callable[[JobModel], None]] = {
     "driver dies": lambda model: model.kill(DRIVER),
-    **{f"daemon of {node} dies": (lambda model, node=node: model.kill(node)) for node in NODES},  # type: ignore[misc]
-    **{f"{node} reboots": (lambda model, node=node: model.reboot(node)) for node in NODES},  # type: ignore[misc]
-    **{f"{node} is cut off": (lambda model, node=node: model.cut.add(node)) for node in NODES},  # type: ignore[misc]
+    **{f"daemon of {node} dies": partial(JobModel.kill, who=node) for node in NODES},
+    **{f"{node} reboots": partial(JobModel.reboot, node=node) for node in NODES},
+    **{f"{node} is cut off": partial(cut_off, node=node) for node in NODES},
 }
 
 
