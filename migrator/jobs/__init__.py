@@ -22,8 +22,10 @@ async def suspend(cluster: Cluster, options: JobOptions, on_event: Callable[[Eve
     """Suspends a job. If it is cancelled before COMMIT, all ranks go on; after COMMIT it is finished.
 
     Raises only for what is wrong before a daemon was asked to change anything. Every later failure is in the result."""
-    found = await find_running(cluster, options.job, options.user_id)
-    return await drive(Suspension(cluster, options, found, on_event))
+    found, warnings = await find_running(cluster, options.job, options.user_id)
+    run = Suspension(cluster, options, found, on_event)
+    run.warnings += warnings
+    return await drive(run)
 
 
 async def resume(cluster: Cluster, options: JobOptions, on_event: Callable[[Event], None]) -> JobResult:

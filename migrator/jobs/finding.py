@@ -27,8 +27,11 @@ class JobEntry:
         return not record.suspension and record.outcome == pb.COMMIT and not record.ended_by
 
 
-async def find_running(cluster: Cluster, job: str, user_id: int | None) -> list[Found]:
-    """All ranks of a job, by their numbers. Raises unless each of them runs on a node that answers."""
+async def find_running(cluster: Cluster, job: str, user_id: int | None) -> tuple[list[Found], list[str]]:
+    """All ranks of a job, by their numbers, and warnings. Raises unless each of them runs on a node that answers.
+
+    A node that does not answer and seems to have no rank of the job does not matter: no number is missing. A rank there that
+    others are connected with is noticed later, because its end of the connections is."""
     found, silent = await all_ranks(cluster)
     mine = [entry for entry in found if entry.rank.job == job and user_id in (None, entry.rank.user_id)]
     owners = sorted({entry.rank.user_id for entry in mine})
@@ -38,9 +41,14 @@ async def find_running(cluster: Cluster, job: str, user_id: int | None) -> list[
             remedy="select its user with --user",
         )
     here = {entry.rank.uid: entry for entry in mine if entry.rank.place == pb.Rank.HERE}
-    if silent:
-        lost = "".join(f"\n  {error.headline}" for error in silent.values())
-        raise Unreachable(f"these nodes do not answer, and may have ranks of the job:{lost}", where=Where.UNTOUCHED)
+    numbers = sorted({entry.rank.rank for entry in mine})
+    lost = "".join(f"\n  {error.headline}" for error in silent.values())
+    if silent and numbers != list(range(len(numbers))):
+        raise Unreachable(
+            f"ranks of job {job} are missing, and these nodes do not answer:{lost}", where=Where.UNTOUCHED
+        )
+    if silent and not mine:
+        raise Unreachable(f"no node that answers has ranks of job {job}, and these do not:{lost}")
     if not mine:
         raise NotFound(f"no job {job} runs on any node", remedy="`migrator ps` lists the ranks of all jobs")
     if any(entry.rank.place == pb.Rank.SUSPENDED and entry.rank.uid not in here for entry in mine):
@@ -63,7 +71,8 @@ async def find_running(cluster: Cluster, job: str, user_id: int | None) -> list[
             f"rank {min(twice)} of job {job} was started more than once",
             remedy="give jobs that run at the same time different names (`migrator run --job NAME`)",
         )
-    return ranks
+    warning = f"{', '.join(silent)} did not answer: if ranks of the job are there, they are not suspended"
+    return ranks, [warning] if silent else []
 
 
 async def all_jobs(cluster: Cluster) -> tuple[list[JobEntry], dict[str, SnapshotError]]:
@@ -78,6 +87,21 @@ async def all_jobs(cluster: Cluster) -> tuple[list[JobEntry], dict[str, Snapshot
     answers, silent = await ask_all(cluster, ask)
     found = [JobEntry(node, record) for node, reply in answers.items() for record in reply.jobs]
     return sorted(found, key=lambda entry: entry.record.begun_unix_s, reverse=True), silent
+
+
+async def image_sizes(cluster: Cluster) -> dict[tuple[str, str], int]:
+    """The bytes of the images of suspended ranks, by node and uid of the rank, as far as nodes answer."""
+
+    async def ask(client: DaemonClient) -> pb.ListRanksReply:
+        return await client.node.ListRanks(pb.ListRanksRequest(brief=True), timeout_s=ASK_TIMEOUT_S)
+
+    answers, _ = await ask_all(cluster, ask)
+    return {
+        (node, rank.uid): rank.memory_bytes
+        for node, reply in answers.items()
+        for rank in reply.ranks
+        if rank.place == pb.Rank.SUSPENDED
+    }
 
 
 async def find_suspended(cluster: Cluster, job: str, user_id: int | None) -> tuple[str, pb.JobRecord]:

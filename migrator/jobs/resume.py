@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable
 
 from migrator.cluster import Cluster
@@ -10,12 +9,12 @@ from migrator.driver.peers import node_addresses, node_infos
 from migrator.find_rank import find_node
 from migrator.job_protocol import RESUME, UNDO_RESUME, JobVerdict
 from migrator.job_results import JobOptions, RankPlace
-from migrator.jobs import connections
+from migrator.jobs import connections, homes
 from migrator.jobs.connections import Sockets
 from migrator.jobs.walk import JobRun, each, new_id
 from migrator.results import Event
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import RankGone, SnapshotError, Usage, Where
+from snapshotd.api.errors import RankGone, Undone, Usage, Where
 
 #: The target's check that it is not the source: a rank may be resumed where it was.
 _TARGET_NODE = "target-node"
@@ -92,6 +91,8 @@ class Resumption(JobRun):
 
     async def examine(self, timeout_s: float) -> None:
         checks: list[tuple[str, pb.Check]] = []
+        suspended = {part.rank_uid: self.images[part.rank_uid].facts.rank for part in self.participants}
+        kept, silent = await homes.kept_on(self.cluster, (rank.home_node for rank in suspended.values()))
 
         async def ask(part: pb.Participant) -> None:
             request = pb.ExamineRequest(facts=self.images[part.rank_uid].facts)
@@ -99,6 +100,7 @@ class Resumption(JobRun):
             name = f"rank {part.rank} on {part.node}"
             stays = part.node == part.image_node
             checks.extend((name, check) for check in reply.checks if not (stays and check.name == _TARGET_NODE))
+            checks.append((f"rank {part.rank}", homes.check(suspended[part.rank_uid], kept, silent)))
 
         await each(self.participants, ask)
         self.refuse_if(checks)
@@ -161,8 +163,11 @@ class Resumption(JobRun):
 
     async def discard(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
-            with contextlib.suppress(SnapshotError):  # a daemon that does not answer now asks the coordinator later
-                client = await self.client(part.node)
-                await client.target.Discard(pb.TokenRequest(move=part.move), timeout_s=timeout_s)
+            client = await self.client(part.node)
+            await client.target.Discard(pb.TokenRequest(move=part.move), timeout_s=timeout_s)
+            copy = await client.target.GetCopy(pb.MoveRequest(move=part.move), timeout_s=timeout_s)
+            if copy.state not in {pb.Copy.DISCARDED, pb.Copy.NO_SUCH_MOVE}:
+                state = pb.Copy.State.Name(copy.state).lower()
+                raise Undone(f"its copy is not dropped yet: {state}", where=Where.UNKNOWN)
 
-        await each(self.participants, ask)
+        await self.each_confirms(ask)

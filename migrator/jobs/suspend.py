@@ -133,10 +133,11 @@ class Suspension(JobRun):
     async def abort(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
             request = pb.AbortRequest(move=part.move, reason="the suspension of the job was undone")
-            with contextlib.suppress(SnapshotError):  # a daemon that does not answer now asks the coordinator later
-                await (await self.client(part.node)).source.Abort(request, timeout_s=timeout_s)
+            outcome = await (await self.client(part.node)).source.Abort(request, timeout_s=timeout_s)
+            if not outcome.settled:
+                raise Undone(f"it is not thawed yet: {outcome.reason}", where=Where.SOURCE_FROZEN)
 
-        await each(self.participants, ask)
+        await self.each_confirms(ask)
 
     async def renew_parts(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:

@@ -48,6 +48,7 @@ class JobRun(ABC):
         self.began = time.monotonic()
         self.bytes: dict[str, tuple[int, int]] = {}  # by move: sent, expected
         self.warnings: list[str] = []
+        self.unconfirmed: list[str] = []  # ranks whose nodes have not confirmed the undo, and why
         self._clients: dict[str, DaemonClient] = {}
         self._opened = contextlib.AsyncExitStack()
 
@@ -100,6 +101,18 @@ class JobRun(ABC):
         outcome = await (await self.client(self.coordinator)).job.Commit(request, timeout_s=timeout_s)
         if outcome.kind != pb.COMMIT:
             raise Undone(f"the coordinator decided otherwise: {outcome.reason}", where=Where.UNKNOWN)
+
+    async def each_confirms(self, ask: Callable[[pb.Participant], Awaitable[None]]) -> None:
+        """Asks all participants at once to undo their part. A daemon that does not answer now asks the coordinator later, so
+        a failure is only remembered."""
+
+        async def confirm(part: pb.Participant) -> None:
+            try:
+                await ask(part)
+            except SnapshotError as error:
+                self.unconfirmed.append(f"rank {part.rank}: not confirmed by {part.node}: {error.headline}")
+
+        await each(self.participants, confirm)
 
     async def renew(self) -> None:
         """Renews the coordinator's lease, and those of the participants, until it is cancelled."""
@@ -165,7 +178,7 @@ async def drive(run: JobRun) -> JobResult:
             if run.reached < run.commit:
                 work.cancel()
             else:
-                run.reporter.note("it is committed: finishing it")
+                run.reporter.note("its outcome may be recorded already: finishing it, or undoing it if it is not")
 
 
 async def _drive(run: JobRun) -> JobResult:
@@ -223,15 +236,22 @@ async def _end(run: JobRun, error: SnapshotError) -> JobResult:
     if outcome.kind == pb.ABORT:
         for step in undo_plan(run.table, run.undo, run.reached):
             if step.call != "Job.Abort":
-                with run.reporter.phase(step.phase, step.call), contextlib.suppress(SnapshotError):
+                with run.reporter.phase(step.phase, step.call):
                     await run.steps[step.call](step.timeout_s)
-        verdict = JobVerdict.UNDONE
-        return _result(run, verdict, error.message, run.untouched, error)
+        return _result(run, JobVerdict.UNDONE, error.message, _after_undo(run), error)
     return await _finish(run, error)
 
 
+def _after_undo(run: JobRun) -> str:
+    """What the job is doing after an undo, as far as its nodes have confirmed it."""
+    if not run.unconfirmed:
+        return run.untouched
+    left = "; ".join(run.unconfirmed[:5])
+    return f"{run.untouched}, except ({left}). These nodes ask the coordinator by themselves: see `migrator job list`"
+
+
 async def _finish(run: JobRun, error: SnapshotError) -> JobResult:
-    """COMMIT is recorded: the daemons carry it out. Asks them again, and for how long that takes."""
+    """COMMIT is recorded, and the daemons carry it out. Asks them until all have confirmed it, for CONFIRM_S at most."""
     ends = time.monotonic() + CONFIRM_S
     while True:
         try:
