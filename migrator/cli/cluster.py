@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from migrator import formatting
 from migrator.cli import arguments, node_files, output, pki
 from migrator.cluster import Places, ssh_destination
 from snapshotd.api.addresses import split_address
@@ -17,6 +19,7 @@ from snapshotd.api.node_file import NodeFile
 
 if TYPE_CHECKING:
     from migrator.membership import Site
+    from snapshotd.api import snapshotd_pb2 as pb
 
 PORT = 7070
 
@@ -323,7 +326,8 @@ def _destinations(cluster: Any, nodes: list[str]) -> dict[str, str]:
 
 
 def _check_idle(options: argparse.Namespace, node: str) -> None:
-    """Raises Refused if the node's daemon says that ranks run there. One that does not answer is no reason to keep it."""
+    """Raises Refused if the node's daemon says that ranks run there, or that it has images of suspended ones. A daemon that
+    does not answer is no reason to keep the node."""
     import asyncio
 
     cluster = _site(options).cluster()
@@ -331,14 +335,27 @@ def _check_idle(options: argparse.Namespace, node: str) -> None:
     from migrator.fan_out import ASK_TIMEOUT_S
     from snapshotd.api import snapshotd_pb2 as pb
 
-    async def ask() -> pb.NodeInfo | None:
+    async def ask() -> tuple[pb.NodeInfo | None, list[pb.Rank]]:
         async with cluster.client(node) as client:
             try:
-                return await client.node.GetNode(pb.GetNodeRequest(), timeout_s=ASK_TIMEOUT_S)
+                info = await client.node.GetNode(pb.GetNodeRequest(), timeout_s=ASK_TIMEOUT_S)
+                listed = await client.node.ListRanks(pb.ListRanksRequest(brief=True), timeout_s=ASK_TIMEOUT_S)
+                return info, [rank for rank in listed.ranks if rank.place == pb.Rank.SUSPENDED]
             except SnapshotError:
-                return None
+                return None, []
 
-    info = asyncio.run(ask())
+    _must_be_idle(node, *asyncio.run(ask()))
+
+
+def _must_be_idle(node: str, info: pb.NodeInfo | None, images: Sequence[pb.Rank]) -> None:
+    if images:
+        jobs = ", ".join(sorted({rank.job for rank in images}))
+        size = formatting.size(sum(rank.memory_bytes for rank in images))
+        raise Refused(
+            f"{node} has images of {len(images)} suspended ranks ({size}; jobs: {jobs}); nothing was changed",
+            remedy="resume these jobs (`migrator job resume`) or give them up (`migrator job drop`) first, or add --force:"
+            " they can not be resumed any more",
+        )
     if info is not None and (info.ranks or info.moves_running):
         raise Refused(
             f"{info.ranks} ranks run on {node}, and {info.moves_running} moves are in progress there; nothing was changed",

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from migrator import formatting, users
@@ -20,8 +21,12 @@ from snapshotd.api.errors import Undone, Usage, Where
 if TYPE_CHECKING:
     from migrator.cluster import Cluster
     from migrator.jobs.finding import JobEntry
+    from snapshotd.api.errors import SnapshotError
 
-HEADS = ("JOB", "USER", "RANKS", "STATE", "SINCE", "COORDINATOR", "IMAGES ON", "RECORD", "WAITS FOR")
+#: The bytes of images, by node and uid of the rank.
+Sizes = Mapping[tuple[str, str], int]
+
+HEADS = ("JOB", "USER", "RANKS", "STATE", "SINCE", "SIZE", "COORDINATOR", "IMAGES ON", "RECORD", "WAITS FOR")
 
 
 def add(verbs: arguments.Verbs) -> None:
@@ -68,7 +73,8 @@ def add(verbs: arguments.Verbs) -> None:
     )
     dropping.add_argument("--yes", action="store_true", help="confirm that the job is given up")
     for one in (suspending, resuming, dropping):
-        one.add_argument("job", type=arguments.job, metavar="JOB", help="name of the job, or the id of its record")
+        named = "name of the job" if one is suspending else "name of the job, or the id of its record"
+        one.add_argument("job", type=arguments.job, metavar="JOB", help=named)
         one.add_argument("--user", type=arguments.user, metavar="NAME|UID", help="user who has started it")
 
 
@@ -148,15 +154,21 @@ def _show(result: JobResult) -> None:
 def _list(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
     as_json = arguments.wants_json(options)
-    from migrator.jobs.finding import all_jobs  # after `enter`
+    from migrator.jobs.finding import all_jobs, image_sizes  # after `enter`
 
-    found, silent = asyncio.run(all_jobs(cluster))
+    async def ask() -> tuple[list[JobEntry], dict[str, SnapshotError], Sizes]:
+        (found, silent), sizes = await asyncio.gather(all_jobs(cluster), image_sizes(cluster))
+        return found, silent, sizes
+
+    found, silent, sizes = asyncio.run(ask())
     output.warn_silent(silent, len(cluster.nodes), as_json=as_json)
     shown = [entry for entry in found if options.all or entry.suspended or not entry.record.ended_unix_s]
     if as_json:
-        output.json_object({"jobs": [_to_json(entry) for entry in shown], "unreachable": output.silent_objects(silent)})
+        output.json_object(
+            {"jobs": [_to_json(entry, sizes) for entry in shown], "unreachable": output.silent_objects(silent)}
+        )
     elif shown:
-        output.table(HEADS, [_row(entry) for entry in shown], right=("RANKS", "SINCE"))
+        output.table(HEADS, [_row(entry, sizes) for entry in shown], right=("RANKS", "SINCE", "SIZE"))
     else:
         print("no jobs are suspended; `migrator job suspend JOB` suspends one")
     return 0
@@ -176,9 +188,15 @@ def _state(entry: JobEntry) -> str:
     return done
 
 
-def _to_json(entry: JobEntry) -> dict[str, Any]:
+def _size_bytes(record: pb.JobRecord, sizes: Sizes) -> int:
+    """Of the job's images, as far as their nodes answer."""
+    return sum(sizes.get((part.image_node or part.node, part.rank_uid), 0) for part in record.participants)
+
+
+def _to_json(entry: JobEntry, sizes: Sizes) -> dict[str, Any]:
     record = entry.record
     return {
+        "image_bytes": _size_bytes(record, sizes),
         "record": record.record,
         "job": record.job,
         "user_id": record.user_id,
@@ -197,14 +215,16 @@ def _to_json(entry: JobEntry) -> dict[str, Any]:
     }
 
 
-def _row(entry: JobEntry) -> tuple[str, ...]:
+def _row(entry: JobEntry, sizes: Sizes) -> tuple[str, ...]:
     record = entry.record
+    size_bytes = _size_bytes(record, sizes)
     return (
         record.job,
         users.name_of(record.user_id),
         str(record.ranks or len(record.participants)),
         _state(entry),
         formatting.span(time.time() - record.begun_unix_s),
+        formatting.size(size_bytes) if size_bytes else "-",
         entry.node,
         ",".join(dict.fromkeys(part.image_node or part.node for part in record.participants)) or "-",
         record.record,

@@ -1255,6 +1255,7 @@ class Rank(_message.Message):
     moving: _builtins.str
     """id of the move in progress; empty: none"""
     memory_bytes: _builtins.int
+    """of a suspended rank: the size of its image"""
     device_bytes: _builtins.int
     """device memory in use on all of them"""
     @_builtins.property

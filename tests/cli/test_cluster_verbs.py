@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from migrator import ca_rotation, membership, pki
+from migrator.cli import cluster
 from migrator.cluster import Cluster
 from snapshotd.api import node_file
+from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import BadConfig, Busy, NotFound, Refused, Usage
 from tests.cli.conftest import Migrator, Ran
 
@@ -370,3 +372,14 @@ def test_help_lists_the_verbs(migrator: Migrator) -> None:
     shown = migrator("cluster", "--help").out
     for verb in ("init", "add", "remove", "list", "rotate"):
         assert f"    {verb} " in shown
+
+
+def test_node_with_images_of_suspended_ranks_is_not_removed() -> None:
+    images = [pb.Rank(job="night", memory_bytes=3 << 20), pb.Rank(job="night", memory_bytes=1 << 20)]
+    with pytest.raises(Refused, match=r"images of 2 suspended ranks \(4\.2 MB; jobs: night\)") as refused:
+        cluster._must_be_idle("node-1", pb.NodeInfo(), images)
+    assert "migrator job resume" in refused.value.advice
+    with pytest.raises(Refused, match="1 ranks run on node-1"):
+        cluster._must_be_idle("node-1", pb.NodeInfo(ranks=1), [])
+    cluster._must_be_idle("node-1", pb.NodeInfo(), [])
+    cluster._must_be_idle("node-1", None, [])

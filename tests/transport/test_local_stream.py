@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,3 +52,24 @@ def test_failure_of_the_store_reaches_the_sender(tmp_path: Path) -> None:
     store.create(MOVE, 1 << 20)
     with pytest.raises(SnapshotError, match="no space left"):
         asyncio.run(put(store, {"pages-1.img": tmp_path / "file"}))
+
+
+def test_images_on_a_disk_leave_room_for_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal, logs and other programs use the same file system. The twentieth part of a small one is left free."""
+    free = 0
+
+    def statvfs(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=free, f_blocks=1000, f_frsize=1 << 20)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    store = ImageStore(tmp_path / "store", on_disk=True)
+    free = 59
+    with pytest.raises(Full, match="9 MiB are free"):
+        store.create(MOVE, 10 << 20)
+    free = 60
+    store.create(MOVE, 10 << 20)
+    free = 50  # another program has taken the rest meanwhile
+    (tmp_path / "file").write_bytes(b"y" * 500_000)
+    with pytest.raises(Full, match="images leave free"):
+        asyncio.run(put(store, {"pages-1.img": tmp_path / "file"}))
+    assert list((tmp_path / "store" / MOVE).iterdir()) == []

@@ -36,11 +36,21 @@ class StoredImages:
     def __init__(self, node: Node) -> None:
         self.node = node
         self._facts: dict[str, pb.RankFacts] = {}  # by move; they do not change
+        self._sizes_bytes: dict[str, int] = {}  # … nor do these
 
     def adopt(self) -> None:
-        """At start: drops what a crash left of images that were never whole, or were given up. Blocking."""
+        """At start: drops what a crash left of images that were never whole, or were given up. A whole image of which the
+        journal knows nothing stays: it may be all that is left of a rank. Blocking."""
         for move in self.node.suspended.moves():
             move_log = self.node.journal.find(move)
+            if move_log is None and self.node.suspended.sealed(move):
+                log.warning(
+                    "the journal does not know the image %s of a suspended rank, so it can neither be resumed nor dropped;"
+                    " delete %s by hand if it is of no use",
+                    move,
+                    self.node.suspended.path(move),
+                )
+                continue
             unfinished = move_log is not None and move_log.last_mark is not Mark.SETTLED
             if move_log is None or not (unfinished or self._kept(move_log)):
                 self.node.suspended.drop(move)
@@ -52,13 +62,21 @@ class StoredImages:
         )
 
     async def ranks(self) -> list[pb.Rank]:
-        """The suspended ranks whose images are here."""
+        """The suspended ranks whose images are here. One whose description is damaged is listed as the journal knows it: the
+        other ranks of this node must be seen."""
         found = []
         for move in sorted(self.node.suspended.moves()):
             move_log = self.node.journal.find(move)
             if move_log is not None and move_log.committed and move_log.last_mark is Mark.SETTLED:
                 rank = pb.Rank()
-                rank.CopyFrom((await self._facts_of(move_log)).rank)
+                try:
+                    rank.CopyFrom((await self._facts_of(move_log)).rank)
+                except Damaged as error:
+                    log.error("%s", error.message)
+                    begin = move_log.begin
+                    user_id = max(begin.user_id, 0)
+                    rank = pb.Rank(uid=begin.rank_uid, job=begin.job, rank=begin.rank, user_id=user_id)
+                rank.memory_bytes = await self._size_of(move)
                 rank.place, rank.at_node, rank.moving = pb.Rank.SUSPENDED, self.node.config.node, ""
                 rank.ClearField("process")
                 found.append(rank)
@@ -66,9 +84,8 @@ class StoredImages:
 
     async def describe(self, image: str) -> pb.StoredImage:
         move_log = self._image(image)
-        folder = self.node.suspended.path(image)
         record = await in_thread(move_log.whole)
-        size_bytes = await in_thread(_size_bytes, folder)
+        size_bytes = await self._size_of(image)
         return pb.StoredImage(facts=await self._facts_of(move_log), rewires=record.rewires, bytes=size_bytes)
 
     async def send(self, request: pb.SendRequest) -> AsyncIterator[pb.Progress]:
@@ -100,10 +117,11 @@ class StoredImages:
             return pb.DropImageReply()
         if by_node and by_node != move_log.begin.coordinator_node:
             raise Denied(f"{by_node} is not the coordinator of {image}")
-        self._image(image)
+        self._must_be_suspended(move_log)
         await in_thread(move_log.mark, Mark.SETTLED, dropped=reason or "dropped")
         await in_thread(self.node.suspended.drop, image)
         self._facts.pop(image, None)
+        self._sizes_bytes.pop(image, None)
         log.info("dropped the image of rank %s: %s", move_log.begin.rank_uid, reason)
         return pb.DropImageReply()
 
@@ -114,13 +132,28 @@ class StoredImages:
             raise NotFound(
                 f"node {self.node.config.node} has no image {image}", remedy="`migrator job list` shows suspended jobs"
             )
+        self._must_be_suspended(move_log)
+        return move_log
+
+    def _must_be_suspended(self, move_log: MoveLog) -> None:
+        """Raises WrongState while the rank still has a process."""
         if not move_log.committed or move_log.last_mark is not Mark.SETTLED:
             raise WrongState(
                 f"rank {move_log.begin.rank} of job {move_log.begin.job} is not suspended yet",
                 remedy="wait until `migrator job list` shows the job as suspended",
                 where=Where.UNKNOWN,
             )
-        return move_log
+
+    async def _size_of(self, move: str) -> int:
+        """Bytes on the disk; 0 if the files are gone."""
+        if (known := self._sizes_bytes.get(move)) is None:
+            try:
+                known = await in_thread(_size_bytes, self.node.suspended.path(move))
+            except (OSError, NotFound) as error:
+                log.error("the image of %s cannot be read: %s", move, error)
+                return 0
+            self._sizes_bytes[move] = known
+        return known
 
     async def _facts_of(self, move_log: MoveLog) -> pb.RankFacts:
         if (known := self._facts.get(move_log.move)) is None:

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 import xxhash
+from google.protobuf.message import DecodeError
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, Where
@@ -33,7 +34,7 @@ def facts_of(move_log: MoveLog) -> pb.RankFacts:
     """Raises Damaged. Blocking."""
     try:
         return pb.RankFacts.FromString((move_log.folder / FACTS).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, DecodeError) as error:
         raise Damaged(f"the description of the image of {move_log.move} cannot be read: {error}") from error
 
 

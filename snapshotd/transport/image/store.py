@@ -42,6 +42,8 @@ MAX_CHUNKS = 1 << 20
 AHEAD = "ahead-"
 #: What images have reserved, in `Room`.
 ROOM = "images"
+#: What images on a disk leave free there for everything else; of a small file system the twentieth part.
+LEFT_FREE_BYTES = 1 << 30
 _SEAL_NAME = ".sealed"  # not a valid name of an image file
 
 
@@ -341,6 +343,8 @@ class ImageStore:
             raise Damaged(f"{move} has more than {MAX_FILES} files")
         if receiving.chunk_count >= MAX_CHUNKS:
             raise Damaged(f"{move} has more than {MAX_CHUNKS} chunks")
+        if self._on_disk and self._free_bytes() < frame.payload_bytes:
+            raise Full(f"the disk of {self._root} is full, except what images leave free there")
         # A rank may have grown since its memory was reserved. That is harmless if no other move's memory is taken.
         over_bytes = receiving.written_bytes + frame.payload_bytes - receiving.capacity_bytes
         if over_bytes + receiving.beside_bytes > 0:
@@ -354,7 +358,10 @@ class ImageStore:
 
     def _disk_bytes(self) -> int:
         storage = os.statvfs(self._root)
-        return storage.f_bavail * storage.f_frsize
+        free_bytes = storage.f_bavail * storage.f_frsize
+        if self._on_disk:
+            free_bytes -= min(LEFT_FREE_BYTES, storage.f_blocks * storage.f_frsize // 20)
+        return max(0, free_bytes)
 
     def _free_bytes(self) -> int:
         """The smaller of the tmpfs limit and the available memory: a tmpfs may be larger than the machine's memory."""
