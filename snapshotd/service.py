@@ -35,9 +35,11 @@ from snapshotd.keepers.listener import KeeperLinks
 from snapshotd.keepers.quota import Limits
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.keepers.relay import Relays
+from snapshotd.moves import stopping
 from snapshotd.moves.carry import Carry
 from snapshotd.moves.history import History
 from snapshotd.moves.jobs.coordinator import JobSteps
+from snapshotd.moves.jobs.home_keepers import HomeKeepers
 from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.memory_watch import MemoryWatch
@@ -91,7 +93,8 @@ class Daemon:
         self.relays = Relays(self.node)
         self.peer = PeerSteps(self.node)
         self.gates = GateSteps(self.node)
-        self.jobs, self.images = JobSteps(self.node), StoredImages(self.node)
+        self.home_keepers = HomeKeepers(journal, self.relays.report_end)
+        self.jobs, self.images = JobSteps(self.node), StoredImages(self.node, self.home_keepers)
         self.members = Members(self.gates, lambda move: self.target.held(move))
         self.source = SourceSteps(self.node, self.peer.pending, Communicators(self.node, self.members))
         self.forwarding = Forwarding(self.node, self.source.departure.forwarded)
@@ -140,6 +143,7 @@ class Daemon:
         self.gates.adopt_journal()
         self.jobs.adopt_journal()
         await in_thread(self.images.adopt)
+        self.home_keepers.adopt()
         await in_thread(self._sweep_filters)
         await self.adoption.sweep()  # before any settling: a dead keeper ends a move
         self.source.settle_all()
@@ -171,16 +175,7 @@ class Daemon:
         """Stops the daemon. Undoes moves without an outcome first, so that no rank stays frozen until the next start."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                for moving in list(self.source.moves.values()):
-                    if moving.log.outcome is None:
-                        with contextlib.suppress(SnapshotError):
-                            await self.source.abort(moving.log.move, "the source daemon was stopped", "source")
-                for record in list(self.jobs.moves.values()):
-                    if record.log.outcome is None:
-                        with contextlib.suppress(SnapshotError):
-                            await self.jobs.abort(
-                                record.log.move, "the coordinator's daemon was stopped", "coordinator"
-                            )
+                await stopping.undo_all(self.source, self.jobs)
         for steps in (self.source, self.target, self.peer, self.gates, self.jobs):
             for moving in steps.moves.values():
                 if moving.settling is not None:
@@ -191,6 +186,7 @@ class Daemon:
         await self.progress.stop()
         await self.history.stop()
         await self.adoption.stop()
+        await self.home_keepers.stop()
         await in_thread(self.target.bulk_receivers.close_all)
         await in_thread(self.diagnosis.close)
         await self.target.device_channels.close_all()

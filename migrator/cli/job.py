@@ -69,7 +69,7 @@ def add(verbs: arguments.Verbs) -> None:
         "drop",
         _drop,
         "drop the images of a suspended job, which then can never be resumed",
-        more="End the job with its launcher as well: its `migrator run` processes wait for it.",
+        more="Its `migrator run` processes, which wait for the ranks, end as if the ranks were killed.",
     )
     dropping.add_argument("--yes", action="store_true", help="confirm that the job is given up")
     for one in (suspending, resuming, dropping):

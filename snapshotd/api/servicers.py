@@ -210,7 +210,8 @@ class SourceServicer:
 
     async def DropImage(self, request: pb.DropImageRequest, context: Context) -> pb.DropImageReply:
         caller = context.caller
-        return await self.images.drop(request.image, request.reason, caller.name if caller.role == "node" else "")
+        by_node = caller.name if caller.role == "node" else ""
+        return await self.images.drop(request.image, request.reason, by_node, given_up=request.given_up)
 
 
 class TargetServicer:

@@ -133,6 +133,9 @@ class Relays:
                 return
             except (RankGone, NotFound):
                 return
+            except Denied as error:  # another node has had the rank since: this one does not speak for it any more
+                log.warning("the end of rank %s is not reported: %s", entry.uid, error.message)
+                return
             except SnapshotError:
                 await asyncio.sleep(wait_s)
                 wait_s = min(wait_s * 2, _LONGEST_WAIT_S)

@@ -28,6 +28,8 @@ def _on_source(log: MoveLog) -> Where:
 
 
 def _on_target(log: MoveLog) -> Where:
+    if log.begin.coordinator and log.last_mark not in {Mark.ACTIVATED, Mark.HELD}:
+        return Where.SUSPENDED  # its image stays on the node that has it
     match log.last_mark:
         case Mark.ACTIVATED:
             return Where.TARGET_RUNNING

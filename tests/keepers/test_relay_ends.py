@@ -12,7 +12,7 @@ import pytest
 
 from shim.keeper.frames import encode
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import RankGone, Unreachable
+from snapshotd.api.errors import Denied, RankGone, Unreachable
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.relay import Relays
 from tests.served import Register, Serve, Served, servicer
@@ -68,7 +68,7 @@ def home(*answers: pb.RelayFrame, error: Exception | None = None) -> tuple[Regis
     return servicer("Home", Relay=relay), got, opened
 
 
-@pytest.mark.parametrize("error", [RankGone("the home keeper is dead"), None])
+@pytest.mark.parametrize("error", [RankGone("the home keeper is dead"), Denied("another node has the rank"), None])
 async def test_exit_status_is_reported_unless_the_home_keeper_has_ended(serve: Serve, error: Exception | None) -> None:
     answers = [] if error else [pb.RelayFrame(), pb.RelayFrame(frame=encode("exitack", {}))]
     register, _, _ = home(*answers, error=error)

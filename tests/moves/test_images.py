@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,16 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, Denied, NotFound, WrongState
+from snapshotd.keepers.ranks import RankEntry
+from snapshotd.moves import description
 from snapshotd.moves.jobs import stored
+from snapshotd.moves.jobs.home_keepers import HomeKeepers
 from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.transport.image.store import ImageStore
+from tests.moves.test_home_keepers import META, until_told
 
 FIRST, SECOND = "m-000000000001", "m-000000000002"
 
@@ -26,6 +31,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.journal = folder, Journal(folder)
+        self.told: list[str] = []  # ranks whose home keepers were told that they were given up
 
     def suspend(self, move: str, *, released: bool = True) -> MoveLog:
         nodes = ("node-1", "e", "node-1", "e")
@@ -37,6 +43,7 @@ class Store:
         images.mkdir(parents=True)
         (images / "core.img").write_bytes(b"x" * 5000)
         (images / ".sealed").write_text("[]")
+        (images / description.FILE).write_text(json.dumps(META))
         rank = pb.Rank(uid=begin.rank_uid, job="night", rank=begin.rank, home_node="node-2", user_id=7)
         stored.describe(images, move_log, pb.RankFacts(rank=rank))
         move_log.mark(Mark.STREAMED)
@@ -50,7 +57,10 @@ class Store:
         suspended = ImageStore(self.folder / "suspended", on_disk=True)
         config = SimpleNamespace(node="node-1", advertise="e")
         node: Any = SimpleNamespace(journal=self.journal, suspended=suspended, config=config)
-        return StoredImages(node)
+        return StoredImages(node, HomeKeepers(self.journal, self._tell))
+
+    async def _tell(self, entry: RankEntry, status: int) -> None:
+        self.told.append(entry.uid)
 
     def left(self) -> set[str]:
         return {path.name for path in (self.folder / "suspended").iterdir()}
@@ -129,3 +139,14 @@ async def test_damaged_image_can_be_dropped(store: Store) -> None:
     (store.folder / "suspended" / FIRST / ".sealed").unlink()
     await store.images().drop(FIRST, "given up", "")
     assert store.left() == set()
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+async def test_home_keeper_is_told_only_if_the_job_was_given_up(store: Store, given_up: bool) -> None:
+    move_log = store.suspend(FIRST)
+    images = store.images()
+    await images.drop(FIRST, "why", "node-1", given_up=given_up)
+    await until_told(move_log)
+    assert store.told == (["night-1"] if given_up else [])
+    assert store.left() == set()
+    await images.home_keepers.stop()

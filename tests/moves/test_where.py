@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from snapshotd.api.errors import Where
@@ -44,4 +45,26 @@ def test_where_follows_the_journal(
     log.mark(mark)
     if outcome is not None:
         log.decide(outcome, "a test", "source")
+    assert where_of(log) is where
+
+
+@pytest.mark.parametrize(
+    ("role", "mark", "outcome", "where"),
+    [
+        ("source", Mark.STREAMED, None, Where.SOURCE_FROZEN),
+        ("source", Mark.SETTLED, Outcome.COMMIT, Where.SUSPENDED),
+        ("target", Mark.PREPARED, None, Where.SUSPENDED),
+        ("target", Mark.SEALED, None, Where.SUSPENDED),
+        ("target", Mark.HELD, None, Where.TARGET_HELD),
+        ("target", Mark.ACTIVATED, Outcome.COMMIT, Where.TARGET_RUNNING),
+        ("target", Mark.DISCARDED, Outcome.ABORT, Where.SUSPENDED),
+    ],
+)
+def test_rank_of_a_job_that_is_resumed_is_suspended_until_it_is_held(
+    tmp_path: Path, role: str, mark: Mark, outcome: Outcome | None, where: Where
+) -> None:
+    log = Journal(tmp_path).begin(msgspec.structs.replace(begin(role), coordinator="m-ba9876543210"))
+    log.mark(mark)
+    if outcome is not None:
+        log.decide(outcome, "a test", "coordinator")
     assert where_of(log) is where

@@ -16,6 +16,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, Denied, NotFound, Usage, Where, WrongState
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.moves.jobs import stored
+from snapshotd.moves.jobs.home_keepers import HomeKeepers
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import Begin
@@ -33,8 +34,8 @@ log = logging.getLogger(__name__)
 class StoredImages:
     """One instance per daemon."""
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    def __init__(self, node: Node, home_keepers: HomeKeepers) -> None:
+        self.node, self.home_keepers = node, home_keepers
         self._facts: dict[str, pb.RankFacts] = {}  # by move; they do not change
         self._sizes_bytes: dict[str, int] = {}  # … nor do these
 
@@ -109,8 +110,9 @@ class StoredImages:
         yield sending.progress(done=True)
 
     @step
-    async def drop(self, image: str, reason: str, by_node: str) -> pb.DropImageReply:
-        """Drops an image, for the coordinator's node or an operator. Idempotent."""
+    async def drop(self, image: str, reason: str, by_node: str, *, given_up: bool = False) -> pb.DropImageReply:
+        """Drops an image, for the coordinator's node or an operator. Idempotent. `given_up`: the rank never runs again, and
+        its home keeper ends, so that its launcher notices it."""
         check_move_id(image)
         move_log = self.node.journal.find(image)
         if move_log is None or image not in self.node.suspended.moves():
@@ -118,8 +120,12 @@ class StoredImages:
         if by_node and by_node != move_log.begin.coordinator_node:
             raise Denied(f"{by_node} is not the coordinator of {image}")
         self._must_be_suspended(move_log)
+        if given_up:
+            await in_thread(self.home_keepers.remember, self.node.suspended.path(image), move_log)
         await in_thread(move_log.mark, Mark.SETTLED, dropped=reason or "dropped")
         await in_thread(self.node.suspended.drop, image)
+        if given_up:
+            self.home_keepers.end(move_log)
         self._facts.pop(image, None)
         self._sizes_bytes.pop(image, None)
         log.info("dropped the image of rank %s: %s", move_log.begin.rank_uid, reason)

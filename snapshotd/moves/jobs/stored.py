@@ -25,8 +25,8 @@ _BLOCK_BYTES = 1 << 20
 def describe(images: Path, move_log: MoveLog, facts: pb.RankFacts) -> None:
     """Writes both files for a sealed image. Blocking."""
     digests = {path.name: digest(path) for path in _files(images)}
-    _write(move_log.folder / FACTS, facts.SerializeToString())
-    _write(move_log.folder / DIGESTS, json.dumps(digests).encode())
+    write(move_log.folder / FACTS, facts.SerializeToString())
+    write(move_log.folder / DIGESTS, json.dumps(digests).encode())
     sync_folder(move_log.folder)
 
 
@@ -67,7 +67,8 @@ def _files(images: Path) -> list[Path]:
     return sorted(path for path in images.iterdir() if not path.name.startswith("."))
 
 
-def _write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes) -> None:
+    """Replaces a file. It is on the disk when its folder was synchronised. Blocking."""
     fresh = path.with_suffix(".new")
     with open(fresh, "wb") as file:
         file.write(content)

@@ -120,6 +120,8 @@ class Departures:
             next_node, next_endpoint = record.resumed_node, record.resumed_endpoint
             if holder == next_node:
                 return
+            if not next_node:
+                raise Denied(f"rank {uid} is suspended on node {self.node.config.node}: it is not on {holder}")
         async with self.node.client(next_node, next_endpoint) as client:
             await client.peer.ConfirmDeparture(request, timeout_s=ASK_S)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Refused, SnapshotError, Unreachable, Usage, Where, WrongState
+from snapshotd.api.errors import Busy, Refused, SnapshotError, Unreachable, Usage, Where, WrongState
 from snapshotd.moves.journal import check_move_id
+from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections
 from snapshotd.moves.peers.connections import NAME_THE_NETWORK
@@ -29,6 +32,13 @@ def planned(request: pb.PrepareRequest) -> tuple[list[pb.Rewire], list[ClusterNo
         if check.verdict == pb.Check.REFUSE:
             raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SUSPENDED)
     return rewires, [ClusterNode.of(node) for node in request.nodes]
+
+
+def must_be_first(moves: Iterable[Moving], rank_uid: str) -> None:
+    """Raises Busy while an earlier attempt to resume the rank on this node is not cleaned up."""
+    for older in moves:
+        if older.log.begin.rank_uid == rank_uid and not older.done:
+            raise Busy(f"move {older.log.move} of this rank to here is not cleaned up yet", where=Where.SUSPENDED)
 
 
 async def check_coordinator(node: Node, coordinator: pb.Coordinator) -> None:

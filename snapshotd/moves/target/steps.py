@@ -105,6 +105,7 @@ class TargetSteps(TargetSettling):
                 raise Busy(f"move {older.move} of this rank away from here is not cleaned up yet")
         with span("meet source"):
             if resumes:
+                resumed.must_be_first(self.moves.values(), facts.rank.uid)
                 await resumed.check_coordinator(self.node, request.coordinator)
             else:
                 await self._check_source(facts.source_node, request)
