@@ -27,6 +27,7 @@ from snapshotd.moves.nccl.gates import GateSteps
 from snapshotd.moves.nccl.members import Members
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark
+from snapshotd.proc.room import Room
 from snapshotd.proc.tree import Process
 
 MOVE, NONCE = "m-0123456789ab", bytes(range(32))
@@ -162,10 +163,12 @@ class Here:
             nccl_member_timeout_ms=20,
         )
         self.reserve = None
+        self.room = Room(self.state_dir / "room", self.name)
         self.journal = Journal(self.state_dir)
         self.ranks = SimpleNamespace(all=lambda: self.entries)
         self.gpus = SimpleNamespace(inventory=self._inventory)
         self.reachable = True
+        self.missed: list[str] = []  # the calls while it was not reachable
         self.start()
 
     def start(self) -> None:
@@ -184,6 +187,7 @@ class Here:
 
         async def called(operation: Any, *arguments: Any, **named: Any) -> Any:
             if not other.reachable:
+                other.missed.append(operation.__name__)
                 raise Unreachable(f"node {name} could not be reached")
             return await operation(*arguments, **named)
 
