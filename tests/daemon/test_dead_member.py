@@ -212,6 +212,16 @@ async def test_committed_copy_runs_without_communicators_of_a_dead_member(
     assert cluster.shims.said == []
 
 
+async def test_node_that_is_down_is_not_asked_to_take_communicators_down(
+    cluster: Cluster, undone: tuple[SourceSteps, Moving]
+) -> None:
+    """If its packets are lost, that call ends after minutes only, during which all gates would stay closed."""
+    steps, moving = undone
+    cluster.nodes["b"].missed.clear()
+    await steps.communicators.give_up_building(moving, "b was declared dead")
+    assert cluster.nodes["b"].missed == ["get_node"]
+
+
 async def test_rank_without_communicators_waits_for_none(cluster: Cluster, undone: tuple[SourceSteps, Moving]) -> None:
     """NCCL can have RDMA devices open without any communicator."""
     steps, moving = undone

@@ -133,13 +133,13 @@ class Communicators:
 
         async def take_down(name: str) -> None:
             comms, uids = on_node(membership, name)
+            if name != self.node.config.node and not await self._answers(moving, name):
+                return  # a call that may take minutes is not for a node that is down
             for uid in uids:
                 try:
                     await self._detach_on(moving, name, comms, [uid], self.limit_s(membership))
                 except SnapshotError as error:
                     log.info("communicators of %s on %s were not taken down: %s", uid, name, error.message)
-                    if isinstance(error, (Unreachable, Timeout)):
-                        return
 
         await on_all(nodes_of(membership), take_down)
 
@@ -173,16 +173,21 @@ class Communicators:
                 f"move {begin.move} waits for no member of communicators on {name}: it {named}",
                 where=where_of(moving.log),
             )
-        try:
-            async with self._client(moving, name) as client:
-                await client.node.GetNode(pb.GetNodeRequest(), timeout_s=ALIVE_S)
-        except (Unreachable, Timeout):
+        if not await self._answers(moving, name):
             return
         raise WrongState(
             f"snapshotd on {name} answers: it is not dead, and the communicators are being built again",
             remedy=f"`migrator status {begin.move}` says what they wait for",
             where=where_of(moving.log),
         )
+
+    async def _answers(self, moving: Moving, name: str) -> bool:
+        try:
+            async with self._client(moving, name) as client:
+                await client.node.GetNode(pb.GetNodeRequest(), timeout_s=ALIVE_S)
+        except (Unreachable, Timeout):
+            return False
+        return True
 
     async def open_all(self, moving: Moving) -> None:
         """Sends every node the token that opens its gates. Best effort: a node that is not reached asks later."""
