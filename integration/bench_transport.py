@@ -1,12 +1,12 @@
 """Measures the transport alone, against a raw socket.
 
 Images come from a FIFO on the source, and device memory from stripes in the source's tmpfs. Both become verified files
-in the target's memory. Images are sent in two ways: over bulk connections beside gRPC, which moves use, and over gRPC,
-the fallback. Device memory is sent in stripes, encrypted and plain; its memory on the target is reserved beforehand, as
-it is before a freeze.
+in the target's memory. Images are sent in two ways: over bulk connections beside gRPC, which moves use, and over gRPC
+with TLS, the fallback. Device memory is sent in stripes, encrypted and plain; its memory on the target is reserved
+beforehand, as it is before a freeze.
 
-Sender, receiver and the writer in place of CRIU are separate processes on this machine. They communicate over loopback,
-the image channel with mutual TLS. The receiver is also its own network process.
+Sender, receiver and the writer in place of CRIU are separate processes on this machine. They communicate over loopback
+with mutual TLS. The receiver is also its own network process.
 
 `python -m integration.bench_transport [--mib N]` prints the table.
 """
@@ -263,7 +263,7 @@ def show(found: dict[str, float]) -> None:
     rows = [
         ("raw socket, memory to memory", "raw_socket"),
         ("raw socket, into tmpfs", "raw_socket_tmpfs"),
-        *((f"{label}, {found['streams']} streams, TLS, from a FIFO", way) for way, label in IMAGE_WAYS.items()),
+        *((f"{label}, {found['streams']} streams, from a FIFO", way) for way, label in IMAGE_WAYS.items()),
     ]
     for encrypted, stripes in itertools.product((False, True), widths()):
         label = f"device memory, {stripes} stripe{'s' * (stripes > 1)}, {'encrypted' if encrypted else 'plain'}"

@@ -231,7 +231,7 @@ class TargetServicer:
         return await self.steps.prepare(request)
 
     async def OpenImageChannel(self, request: pb.OpenImageChannelRequest, context: Context) -> pb.OpenImageChannelReply:
-        return await self.steps.open_image_channel(request.move, context.caller.name)
+        return await self.steps.open_image_channel(request, context.caller.name)
 
     async def OpenDeviceChannel(
         self, request: pb.OpenDeviceChannelRequest, context: Context

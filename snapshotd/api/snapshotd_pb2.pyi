@@ -2658,22 +2658,26 @@ Global___PrepareReply: _TypeAlias = PrepareReply  # noqa: Y015
 
 @_typing.final
 class OpenImageChannelRequest(_message.Message):
-    """The bulk connection of the image channel: TLS beside gRPC, on a port opened for this move only
+    """The bulk connection of the image channel: beside gRPC, on a port opened for this move only
     (snapshotd/transport/image/bulk_receiver.py).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MOVE_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     move: _builtins.str
+    sealed: _builtins.bool
+    """the source knows connections that leave TLS (snapshotd/transport/handshake.py)"""
     def __init__(
         self,
         *,
         move: _builtins.str = ...,
+        sealed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2685,19 +2689,23 @@ class OpenImageChannelReply(_message.Message):
 
     PORT_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     port: _builtins.int
     """on the host of the target's endpoint"""
     key: _builtins.bytes
     """the first message of every connection"""
+    sealed: _builtins.bool
+    """the port expects such connections"""
     def __init__(
         self,
         *,
         port: _builtins.int = ...,
         key: _builtins.bytes = ...,
+        sealed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "port", b"port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "port", b"port", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

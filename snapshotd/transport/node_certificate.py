@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import Denied
-from snapshotd.transport.image.tls_connection import peer_node, tls_context
+from snapshotd.transport.handshake import peer_node, tls_context
 
 #: For the attempt to connect, and for each read of the handshake. A busy node needs seconds; the rank runs meanwhile.
 LIMIT_S = 10.0

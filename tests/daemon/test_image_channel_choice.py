@@ -45,7 +45,7 @@ class SourceNode:
         assert (name, endpoint) == (BEGIN.target_node, BEGIN.target_endpoint)
 
         async def open_image_channel(request: pb.OpenImageChannelRequest, timeout_s: float) -> pb.OpenImageChannelReply:
-            assert request.move == MOVE
+            assert (request.move, request.sealed) == (MOVE, True)
             if isinstance(self.answer, SnapshotError):
                 raise self.answer
             return self.answer
@@ -71,7 +71,9 @@ async def kinds(node: Any, begin: Begin = BEGIN) -> list[type]:
 async def test_bulk_connections_are_preferred(config: Any, tmp_path: Path) -> None:
     receivers = BulkReceivers(ImageStore(tmp_path / "images"), config.credentials, ["127.0.0.1"])
     port, key = receivers.open(MOVE, "node-2")
-    assert await kinds(SourceNode(config, pb.OpenImageChannelReply(port=port, key=key))) == [BulkStream] * 3
+    assert (
+        await kinds(SourceNode(config, pb.OpenImageChannelReply(port=port, key=key, sealed=True))) == [BulkStream] * 3
+    )
     receivers.close_all()
 
 
@@ -79,7 +81,10 @@ async def test_closed_port_falls_back_to_grpc_and_logs_one_line(config: Any, cap
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with caplog.at_level(logging.INFO, logger="snapshotd.moves.source.channel"):
-        assert await kinds(SourceNode(config, pb.OpenImageChannelReply(port=port, key=b"k"))) == [PushCall] * 3
+        assert (
+            await kinds(SourceNode(config, pb.OpenImageChannelReply(port=port, key=b"k", sealed=True)))
+            == [PushCall] * 3
+        )
     (line,) = caplog.messages
     assert "gRPC carries the images: the bulk connection cannot be established" in line
     assert "refused" in line
@@ -89,6 +94,25 @@ async def test_target_without_bulk_connections_uses_grpc(config: Any, caplog: py
     with caplog.at_level(logging.INFO, logger="snapshotd.moves.source.channel"):
         assert await kinds(SourceNode(config, Internal("it does not know OpenImageChannel"))) == [PushCall] * 3
     assert len(caplog.messages) == 1
+
+
+async def test_target_of_an_older_version_gets_the_images_over_grpc(
+    config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It opens a port for connections that stay in TLS, and does not say that it knows others."""
+    with caplog.at_level(logging.INFO, logger="snapshotd.moves.source.channel"):
+        assert await kinds(SourceNode(config, pb.OpenImageChannelReply(port=1, key=b"k"))) == [PushCall] * 3
+    (line,) = caplog.messages
+    assert "its version of snapshotd is older" in line
+
+
+async def test_refused_connection_is_not_a_reason_to_use_grpc(config: Any, tmp_path: Path) -> None:
+    receivers = BulkReceivers(ImageStore(tmp_path / "images"), config.credentials, ["127.0.0.1"])
+    port, _ = receivers.open(MOVE, "node-2")
+    with pytest.raises(Denied, match="not the key") as found:
+        await kinds(SourceNode(config, pb.OpenImageChannelReply(port=port, key=b"k" * 32, sealed=True)))
+    assert found.value.where is Where.SOURCE_FROZEN
+    receivers.close_all()
 
 
 @pytest.mark.parametrize("error", [Denied("you are not the source"), Unreachable("it is gone")])

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from migrator import pki
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.credentials import Credentials
-from snapshotd.api.errors import Denied, NotFound, Unreachable
+from snapshotd.api.errors import Denied, Internal, NotFound, Unreachable
 from snapshotd.moves import image_seal
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.moving import Moving
@@ -215,3 +215,14 @@ def test_keys_of_every_kind_sign(tmp_path: Path, kind: str) -> None:
     der = signed.public_bytes(serialization.Encoding.DER)
     assert image_seal.is_signed_by(der, b"statement", signature)
     assert not image_seal.is_signed_by(der, b"Statement", signature)
+
+
+async def test_source_of_an_older_version_is_answered_so_that_it_uses_grpc(cluster: Cluster) -> None:
+    """It asks without `sealed`, and takes an Internal for a target that has no bulk connections."""
+    await cluster.prepared(FRAME)
+    with pytest.raises(Internal, match="older version"):
+        await cluster.steps.open_image_channel(pb.OpenImageChannelRequest(move=MOVE), "node-9")
+    assert not cluster.steps.bulk_receivers.is_busy(MOVE)
+    opened = await cluster.steps.open_image_channel(pb.OpenImageChannelRequest(move=MOVE, sealed=True), "node-9")
+    assert opened.sealed
+    cluster.steps.bulk_receivers.close_all()

@@ -66,8 +66,10 @@ async def _beside_grpc(node: Node, begin: Begin) -> Sequence[Stream]:
     try:
         async with node.client(begin.target_node, begin.target_endpoint) as client:
             channel = await client.target.OpenImageChannel(
-                pb.OpenImageChannelRequest(move=begin.move), timeout_s=_OPEN_S
+                pb.OpenImageChannelRequest(move=begin.move, sealed=True), timeout_s=_OPEN_S
             )
+        if not channel.sealed:
+            raise Internal("its version of snapshotd is older, and knows others")
     except Internal as error:  # the target has no port for it, or its version does not support it
         log.warning("gRPC carries the images: %s has no bulk connection: %s", begin.target_node, error.message)
         return []
@@ -82,3 +84,6 @@ async def _beside_grpc(node: Node, begin: Begin) -> Sequence[Stream]:
     except Unreachable as error:
         log.warning("gRPC carries the images: the bulk connection cannot be established: %s", error.message)
         return []
+    except SnapshotError as error:
+        error.where = Where.SOURCE_FROZEN
+        raise

@@ -11,10 +11,12 @@ import secrets
 import time
 
 from snapshotd import preflight
+from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import (
     Busy,
     Denied,
+    Internal,
     NotFound,
     RankGone,
     Refused,
@@ -157,13 +159,16 @@ class TargetSteps(TargetSettling):
         return _prepared(move_log)
 
     @step
-    async def open_image_channel(self, move: str, caller: str) -> pb.OpenImageChannelReply:
+    async def open_image_channel(self, request: pb.OpenImageChannelRequest, caller: str) -> pb.OpenImageChannelReply:
         """Opens a port for the images of this move alone, with a key, until they are sealed or dropped."""
+        move = request.move
         self.authorise_source(move, caller)
         await reach(Point.RECEIVING)
+        if not request.sealed:
+            raise Internal(f"{caller} has an older version, with other bulk connections", remedy=protocol.REMEDY)
         async with self.working_on(move, "stream") as moving:
             port, key = await in_thread(self.bulk_receivers.open, move, moving.log.begin.source_node)
-        return pb.OpenImageChannelReply(port=port, key=key)
+        return pb.OpenImageChannelReply(port=port, key=key, sealed=True)
 
     @step
     async def open_device_channel(self, request: pb.OpenDeviceChannelRequest, caller: str) -> pb.OpenDeviceChannelReply:

@@ -7,7 +7,7 @@ certificate is needed again.
 
 The key itself is not sent here. Each side answers the other's nonce with a keyed digest that includes its role and the
 stripe's name, so an answer is valid for nothing else and both sides agree on the file. The keys that encrypt what follows
-(connection.py) are keyed digests of the same data, one per direction. Both nonces are fresh, so a recording opens no other
+(sealed.py) are keyed digests of the same data, one per direction. Both nonces are fresh, so a recording opens no other
 connection, and a relay that does not hold the channel's key cannot derive them.
 
 This gives what TLS would give on this connection, with these limits. The keys of a channel's connections are as secret as
@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from time import monotonic
 
 from snapshotd.api.errors import Damaged, Denied
-from snapshotd.transport.device.keys import Keys
+from snapshotd.transport.keys import Keys
 
 _MAGIC = b"SNSK"
 _NONCE_BYTES = 32

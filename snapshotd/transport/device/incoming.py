@@ -20,8 +20,8 @@ from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport import sockets
 from snapshotd.transport.device.authentication import prove_target
 from snapshotd.transport.device.child import Child, child_error
-from snapshotd.transport.device.keys import Keys
 from snapshotd.transport.device.stripe_names import checked
+from snapshotd.transport.keys import Keys
 from snapshotd.transport.listener import KEY_BYTES, MAX_PENDING, MoveListener
 
 log = logging.getLogger(__name__)

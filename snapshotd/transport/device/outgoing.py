@@ -22,8 +22,8 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from snapshotd.api.errors import Internal, SnapshotError, Unreachable
 from snapshotd.transport.device.authentication import prove_source
 from snapshotd.transport.device.child import Child, child_error
-from snapshotd.transport.device.keys import Keys
 from snapshotd.transport.device.stripe_names import checked
+from snapshotd.transport.keys import Keys
 from snapshotd.transport.listener import KEY_BYTES
 from snapshotd.transport.sockets import CONNECT_S, tune
 

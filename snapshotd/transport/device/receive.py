@@ -19,7 +19,7 @@ from typing import Any
 
 from snapshotd.proc.memory import OwnRoom
 from snapshotd.proc.room import FLOOR_BYTES, mib
-from snapshotd.transport.device.connection import Connection, taken_over
+from snapshotd.transport.device.connection import taken_over
 from snapshotd.transport.device.control_socket import Control, Ended, restrict, serve
 from snapshotd.transport.device.records import (
     HEADER_BYTES,
@@ -33,6 +33,7 @@ from snapshotd.transport.device.records import (
     parse_header,
     reply,
 )
+from snapshotd.transport.sealed import Connection
 from snapshotd.transport.sockets import CONNECT_S
 
 _PROGRESS_BYTES = 32 << 20

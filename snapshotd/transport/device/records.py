@@ -4,7 +4,7 @@ A record is a header and, with DATA, its payload. The records of a stripe are in
 is always a prefix of the sender's. Zeros are sent as a length, a repetition as the offset of its earlier copy.
 
 Invariant: the header has its own checksum, the digest is that of the record's bytes however they travel, and both are
-verified before the file grows. On an encrypted connection (connection.py) the tag replaces the digest of DATA. Malformed
+verified before the file grows. On an encrypted connection (sealed.py) the tag replaces the digest of DATA. Malformed
 input raises `StripeError` before anything is allocated for it.
 """
 
@@ -13,13 +13,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-import mmap
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import xxhash
+
+from snapshotd.transport.sealed import memory
 
 #: A megabyte fits the core's cache, where it is digested and encrypted, or checked and written.
 RECORD_BYTES = 1 << 20
@@ -132,13 +133,8 @@ def parse_error(value: int, text: bytes) -> StripeError:
 # ---------------------------------------------------------------- memory for the largest record
 
 
-def memory(count_bytes: int) -> mmap.mmap:
-    """Pages are allocated on first use: most records are far smaller than the largest. Private, so not tmpfs."""
-    return mmap.mmap(-1, count_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
 class Buffer:
-    """Memory for a record's payload; the C library compares it."""
+    """Memory for a record's payload; the C library compares it. Most records are far smaller than the largest."""
 
     def __init__(self) -> None:
         self._memory = memory(MAX_RECORD_BYTES)

@@ -10,7 +10,7 @@ import os
 import select
 from typing import Any
 
-from snapshotd.transport.device.connection import Connection, read_reply, taken_over
+from snapshotd.transport.device.connection import read_reply, taken_over
 from snapshotd.transport.device.control_socket import Control, restrict, serve
 from snapshotd.transport.device.records import (
     MAX_STRIPE_BYTES,
@@ -21,6 +21,7 @@ from snapshotd.transport.device.records import (
     StripeError,
     digest_of,
 )
+from snapshotd.transport.sealed import Connection
 from snapshotd.transport.sockets import CONNECT_S
 
 #: How many records are remembered to find repetitions: all of a stripe of 32 GiB.

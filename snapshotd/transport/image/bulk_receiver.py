@@ -1,7 +1,7 @@
-"""The target's side of bulk connections: a TLS port for one move beside gRPC, one thread per connection, frames of frame.py.
+"""The target's side of bulk connections: a port for one move beside gRPC, one thread per connection, frames of frame.py.
 
 `Target.OpenImageChannel` opens and authorises them over gRPC. The peer must present the certificate of the move's source
-node and send the channel's key, which only that node received. Chunks follow, as over gRPC (grpc_channel.py).
+node and send the channel's key (handshake.py). Chunks follow, as over gRPC (grpc_channel.py), encrypted (sealed.py).
 
 Invariant: as there, every chunk is answered once, in order, and a stream that ends early ends with one ERROR answer. New
 connections are accepted for OPEN_S at most. `close` leaves no socket and no thread. Memory: one chunk per connection.
@@ -9,23 +9,23 @@ connections are accepted for OPEN_S at most. `close` leaves no socket and no thr
 
 from __future__ import annotations
 
-import hmac
+import contextlib
 import logging
 import secrets
 import socket
 import ssl
 import threading
 from collections.abc import Sequence
-from time import monotonic
 
 from snapshotd.api.credentials import Credentials
-from snapshotd.api.errors import Damaged, Denied, Internal, SnapshotError
+from snapshotd.api.errors import Damaged, Internal, SnapshotError
+from snapshotd.transport import handshake
 from snapshotd.transport.image import grpc_channel
 from snapshotd.transport.image.frame import MAX_CHUNK_BYTES, Answer, Frame, Kind, parse_header
+from snapshotd.transport.image.messages import next_bytes, send_end, send_message
 from snapshotd.transport.image.store import ImageStore
-from snapshotd.transport.image.tls_connection import MessageReader, peer_node, send_end, send_message, tls_context
 from snapshotd.transport.listener import KEY_BYTES, MoveListener
-from snapshotd.transport.sockets import CONNECT_S
+from snapshotd.transport.sealed import Connection, SealedConnection, Unauthentic
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +77,12 @@ class _BulkReceiver:
     ) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
         self._store, self._move, self._source_node, self._credentials = store, move, source_node, credentials
+        self._channel = f"image channel of {move}"
         self.listener = MoveListener(
-            f"image channel of {move}",
+            self._channel,
             hosts,
             self._serve,
-            tls=tls_context(credentials, server_side=True),
+            tls=handshake.tls_context(credentials, server_side=True),
             max_admitted=grpc_channel.MAX_STREAMS_PER_MOVE,
             open_s=OPEN_S,
         )
@@ -89,68 +90,60 @@ class _BulkReceiver:
 
     def _serve(self, connection: socket.socket) -> None:
         assert isinstance(connection, ssl.SSLSocket)
-        reader = MessageReader(connection)
         try:
-            self._admit(connection, reader)
-            connection.settimeout(None)  # with a time limit every TLS record would cost a poll
-            self._receive(connection, reader)
+            handshake.prove_source(connection, self.key, self._credentials, self._source_node, self._channel)
+            self.listener.admit(connection)
         except SnapshotError as error:
-            self._refuse(connection, reader, error)
+            handshake.refuse(connection, error, grpc_channel.HANG_UP_S)
+            raise
+        sealed = SealedConnection(connection, handshake.welcome(connection))
+        sealed.settimeout(None)  # with a time limit every read would cost a poll
+        try:
+            self._receive(sealed)
+            send_end(sealed)
+        except Unauthentic as error:
+            self._refuse(sealed, Damaged(f"the connection from {self._source_node} was altered: {error}"))
+        except SnapshotError as error:
+            self._refuse(sealed, error)
         except OSError:
             raise
         except Exception as error:
             log.exception("images of %s", self._move)
-            self._refuse(connection, reader, Internal(f"receiving images failed unexpectedly: {error!r}"))
-        send_end(connection)
+            self._refuse(sealed, Internal(f"receiving images failed unexpectedly: {error!r}"))
 
-    def _refuse(self, connection: ssl.SSLSocket, reader: MessageReader, error: SnapshotError) -> None:
+    def _refuse(self, connection: Connection, error: SnapshotError) -> None:
         """Sends the reason and waits until the sender closes: a reset for unread data would overtake the reason."""
         log.warning("images of %s: %s: %s", self._move, error.code, error.message)
-        send_message(connection, Answer(Kind.ERROR, text=error.to_wire()).message())
-        ends_s = monotonic() + grpc_channel.HANG_UP_S
-        while (left_s := ends_s - monotonic()) > 0:
-            connection.settimeout(left_s)
-            try:
-                if reader.next_bytes() is None:
-                    break
-            except TimeoutError:
-                break
-        connection.settimeout(CONNECT_S)
-
-    def _admit(self, connection: ssl.SSLSocket, reader: MessageReader) -> None:
-        """Checks that the certificate is the source node's, and the key the one that node received."""
-        name = peer_node(connection, self._credentials)
-        if name != f"node:{self._source_node}":
-            raise Denied(f"{name} is not the source of move {self._move}")
-        length = reader.next_bytes()
-        if length != KEY_BYTES or not hmac.compare_digest(reader.read(KEY_BYTES), self.key):
-            raise Denied(f"that is not the key of the image channel of move {self._move}")
-        self.listener.admit(connection)
+        with contextlib.suppress(OSError):  # the sender has gone
+            connection.settimeout(grpc_channel.HANG_UP_S)
+            send_message(connection, Answer(Kind.ERROR, text=error.to_wire()).message())
+            send_end(connection)
+        connection.drain(grpc_channel.HANG_UP_S)
 
     # ------------------------------------------------------------ chunks
 
-    def _receive(self, connection: ssl.SSLSocket, reader: MessageReader) -> None:
+    def _receive(self, connection: Connection) -> None:
         buffer = memoryview(bytearray())
-        while (length := reader.next_bytes()) is not None:
+        while (length := next_bytes(connection)) is not None:
             if length > MAX_CHUNK_BYTES:
                 raise Damaged(f"a message of {length} bytes where a header was expected")
-            frame = parse_header(reader.read(length))
+            frame = parse_header(connection.read(length))
             if frame.payload_bytes:
                 if len(buffer) < frame.payload_bytes:
                     buffer = memoryview(bytearray(frame.payload_bytes))
                 frame.payload = buffer[: frame.payload_bytes]
-                _read_payload(reader, frame, frame.payload)
+                _read_payload(connection, frame, frame.payload)
             stored = self._store.write(self._move, frame)
             if not stored:
                 log.warning("images of %s: %s at %d arrived damaged", self._move, frame.name, frame.offset)
             send_message(connection, Answer(Kind.OK if stored else Kind.BAD, frame.sequence).message())
 
 
-def _read_payload(reader: MessageReader, frame: Frame, into: memoryview) -> None:
-    length = reader.next_bytes()
+def _read_payload(connection: Connection, frame: Frame, into: memoryview) -> None:
+    length = next_bytes(connection)
     if length is None:
         raise Damaged(f"{frame.name}: the stream ended before the payload of the chunk at {frame.offset}")
     if length != frame.payload_bytes:
         got = f"{length} bytes instead of {frame.payload_bytes}"
         raise Damaged(f"{frame.name}: the chunk at {frame.offset} has {got}")
-    reader.read_into(into)
+    connection.read_into(into)

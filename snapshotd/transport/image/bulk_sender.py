@@ -1,6 +1,7 @@
-"""The source's side of bulk connections: TLS beside gRPC, and for each connection one thread that owns it.
+"""The source's side of bulk connections: beside gRPC, and for each connection one thread that owns it.
 
-OpenSSL does not allow two threads on one connection: the same thread sends chunks and receives answers, and sleeps in poll.
+The thread sends chunks and receives answers, and sleeps in poll. Encrypting, sending and receiving megabytes happen outside
+the interpreter's lock, so the threads use as many cores as there are connections.
 """
 
 from __future__ import annotations
@@ -9,23 +10,17 @@ import asyncio
 import os
 import select
 import socket
-import ssl
 import threading
 from collections import deque
 
 from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import Damaged, Internal, SnapshotError, Unreachable
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport import handshake
 from snapshotd.transport.image.frame import Answer, Frame, parse_answer
-from snapshotd.transport.image.tls_connection import (
-    MessageReader,
-    peer_node,
-    send_end,
-    send_frame,
-    send_message,
-    tls_context,
-)
-from snapshotd.transport.sockets import CONNECT_S, hang_up, tune
+from snapshotd.transport.image.messages import next_bytes, send_end, send_frame
+from snapshotd.transport.keys import Keys
+from snapshotd.transport.sealed import SealedConnection, Unauthentic
 
 _MAX_ANSWER_BYTES = 64 << 10
 
@@ -33,39 +28,22 @@ _MAX_ANSWER_BYTES = 64 << 10
 async def open_streams(
     host: str, port: int, key: bytes, credentials: Credentials, node: str, streams: int
 ) -> list[BulkStream]:
-    """Connections to the port that the target has opened. Unreachable if any fails: the caller then uses gRPC."""
-    context = await in_thread(tls_context, credentials, server_side=False)
-    connecting = [in_thread(_connect, host, port, key, context, credentials, node) for _ in range(streams)]
+    """Connections to the port that the target has opened. Unreachable if any fails: the caller then uses gRPC.
+
+    Raises what the target answers if it refuses one."""
+    context = await in_thread(handshake.tls_context, credentials, server_side=False)
+    where = (host, port, key, context, credentials, node)
+    connecting = [in_thread(handshake.connect, *where) for _ in range(streams)]
     found = await asyncio.gather(*connecting, return_exceptions=True)
-    opened = [one for one in found if isinstance(one, ssl.SSLSocket)]
+    opened = [one for one in found if not isinstance(one, BaseException)]
     failures = [one for one in found if isinstance(one, BaseException)]
     if failures:
-        for connection in opened:
+        for connection, _ in opened:
             connection.close()
         if not isinstance(failures[0], OSError):
             raise failures[0]
         raise Unreachable(f"node {node} at {host}:{port}: {failures[0]}") from failures[0]
-    return [BulkStream(connection) for connection in opened]
-
-
-def _connect(
-    host: str, port: int, key: bytes, context: ssl.SSLContext, credentials: Credentials, node: str
-) -> ssl.SSLSocket:
-    plain = socket.create_connection((host, port), timeout=CONNECT_S)
-    try:
-        tune(plain)
-        connection = context.wrap_socket(plain, server_hostname=node)
-    except BaseException:
-        plain.close()
-        raise
-    try:
-        peer_node(connection, credentials)
-        send_message(connection, key)
-        connection.settimeout(None)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    return [BulkStream(connection, keys) for connection, keys in opened]
 
 
 class BulkStream:
@@ -73,8 +51,8 @@ class BulkStream:
 
     strong = False
 
-    def __init__(self, connection: ssl.SSLSocket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, keys: Keys) -> None:
+        self._connection = SealedConnection(connection, keys)
         self._loop = asyncio.get_running_loop()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._outbox: deque[Frame | None] = deque()  # None: no more chunks
@@ -105,7 +83,7 @@ class BulkStream:
 
     def cancel(self) -> None:
         self._over = True
-        hang_up(self._connection)
+        self._connection.hang_up()
 
     async def ended(self) -> None:
         await in_thread(self._thread.join)
@@ -119,17 +97,19 @@ class BulkStream:
     def _run(self) -> None:
         last: SnapshotError | None = Internal("the connection for images broke")
         try:
-            self._talk(MessageReader(self._connection))
+            self._talk()
             last = None
         except SnapshotError as error:
             last = error
+        except Unauthentic as error:
+            last = Damaged(f"the connection for images from the target was altered: {error}")
         except OSError as error:
             last = Unreachable(f"the connection for images to the target broke: {error}")
         finally:
             self._over = True
             self._deliver(last)
 
-    def _talk(self, reader: MessageReader) -> None:
+    def _talk(self) -> None:
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -140,18 +120,18 @@ class BulkStream:
                     send_end(self._connection)
                 else:
                     send_frame(self._connection, frame)
-            ready = [self._connection.fileno()] if self._connection.pending() else [fd for fd, _ in poll.poll()]
+            ready = [fd for fd, _ in poll.poll()]
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             if self._connection.fileno() in ready:
-                length = reader.next_bytes()
+                length = next_bytes(self._connection)
                 if length is None:
                     return
                 if length > _MAX_ANSWER_BYTES:
                     raise Damaged(
                         f"the target sent an answer of {length} bytes, at most {_MAX_ANSWER_BYTES} are allowed"
                     )
-                self._deliver(parse_answer(reader.read(length)))
+                self._deliver(parse_answer(self._connection.read(length)))
 
     def _deliver(self, answer: Answer | SnapshotError | None) -> None:
         self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)

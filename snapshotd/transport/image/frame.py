@@ -6,8 +6,8 @@ the same over gRPC (grpc_channel.py) and over bulk connections (bulk_sender.py, 
 
 Invariant: a frame does not depend on others. It names its file and its offset, so chunks may arrive over any stream, in any
 order and twice. The digest covers every header field and the payload. It is a fast one over bulk connections, which only the
-two daemons see, and a cryptographic one over gRPC, where network processes pass the chunks on. Zero pages are not sent: a
-bitmap tells which pages are in the payload, the others are holes.
+two daemons can read, and a cryptographic one over gRPC, where network processes pass the chunks on. Zero pages are not sent:
+a bitmap tells which pages are in the payload, the others are holes.
 
 All parsers here handle untrusted bytes: malformed input raises `Damaged` before memory is allocated or a path is touched.
 """

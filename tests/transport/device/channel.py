@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from snapshotd.transport.device.connection import TAG_BYTES
 from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.device.records import HEADER_BYTES, RECORD_BYTES
+from snapshotd.transport.sealed import TAG_BYTES
 
 SOURCE, TARGET = "node-1", "node-2"
 MIB = 1 << 20

@@ -19,8 +19,9 @@ import pytest
 from snapshotd.api.errors import Damaged, Full, Internal, SnapshotError, Unreachable
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.device.child import Child
-from snapshotd.transport.device.connection import TAG_BYTES, Connection, read_reply
+from snapshotd.transport.device.connection import read_reply
 from snapshotd.transport.device.records import HEADER_BYTES, REPLY_BYTES, Kind, Record, reply
+from snapshotd.transport.sealed import TAG_BYTES, Connection
 from tests.transport.device.channel import (
     ANSWER_BYTES,
     GREETING_BYTES,

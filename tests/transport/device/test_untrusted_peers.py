@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from snapshotd.api.errors import Damaged, Denied, Internal, Unreachable
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.device.authentication import prove_source, prove_target
-from snapshotd.transport.device.connection import Connection, SealedConnection, read_reply
+from snapshotd.transport.device.connection import SealedStripe, read_reply
 from snapshotd.transport.device.incoming import Incoming
-from snapshotd.transport.device.keys import Keys
 from snapshotd.transport.device.records import (
     HEADER_BYTES,
     MAX_RECORD_BYTES,
@@ -36,7 +35,9 @@ from snapshotd.transport.device.records import (
     parse_reply,
     reply,
 )
+from snapshotd.transport.keys import Keys
 from snapshotd.transport.listener import KEY_BYTES
+from snapshotd.transport.sealed import Connection
 from tests.transport.device.channel import Nodes, noise, until
 
 HELLO = b"hello"
@@ -66,7 +67,7 @@ def no_descriptor_left() -> Iterator[None]:
 async def admitted(nodes: Nodes, incoming: Incoming, plain: socket.socket) -> Connection:
     keys = await prove_source(plain, incoming.key, 0, "a")
     plain.settimeout(30)
-    connection = SealedConnection(plain, keys) if nodes.encrypted else Connection(plain)
+    connection = SealedStripe(plain, keys) if nodes.encrypted else Connection(plain)
     assert await in_thread(read_reply, connection) == (Kind.HAVE, 0)
     return connection
 
@@ -230,79 +231,6 @@ async def test_every_connection_and_direction_has_its_own_key() -> None:
             seen.add(key)
         assert sources.sends.hex() not in repr(sources)
         assert Keys.of(sources.message()) == sources
-
-
-def sealed_by(key: bytes, messages: Sequence[bytes]) -> list[bytes]:
-    """Each message as it is sent, encrypted."""
-    ours, theirs = socket.socketpair()
-    with SealedConnection(ours, Keys(key, key)) as sender, theirs:
-        travelled = []
-        for message in messages:
-            sender.send(message)
-            travelled.append(theirs.recv(1 << 16))
-    return travelled
-
-
-def opened_by(key: bytes, stream: bytes, lengths: Sequence[int]) -> tuple[list[bytes], bool]:
-    """(the messages that a reader expecting these lengths accepts, whether it then raises the right error)."""
-    ours, theirs = socket.socketpair()
-    read = []
-    with SealedConnection(ours, Keys(key, key)) as reader:
-        with theirs:
-            theirs.sendall(stream)
-        try:
-            for length in lengths:
-                blob = bytearray(length)
-                reader.read_into(memoryview(blob))
-                read.append(bytes(blob))
-        except (StripeError, ConnectionResetError) as error:
-            return read, not isinstance(error, StripeError) or (error.code, error.retry) == ("damaged", True)
-    return read, False
-
-
-MESSAGES = st.lists(st.binary(min_size=1, max_size=100), min_size=1, max_size=6)
-
-
-@given(MESSAGES, st.data())
-def test_every_alteration_is_detected(messages: list[bytes], draw: st.DataObject) -> None:
-    key = secrets.token_bytes(32)
-    lengths = [len(message) for message in messages]
-    travelled = sealed_by(key, messages)
-    assert opened_by(key, b"".join(travelled), lengths) == (messages, False)
-    assert not any(message in sealed for message, sealed in zip(messages, travelled, strict=True) if len(message) > 8)
-
-    number = draw.draw(st.integers(0, len(messages) - 1), "message")
-    at = draw.draw(st.integers(0, len(travelled[number]) - 1), "byte")
-    bit = draw.draw(st.integers(0, 7), "bit")
-    other = draw.draw(st.integers(0, len(messages) - 1), "other message")
-    changed = bytearray(travelled[number])
-    changed[at] ^= 1 << bit
-    before, behind = travelled[:number], travelled[number + 1 :]
-    swapped = list(travelled)
-    swapped[number], swapped[other] = swapped[other], swapped[number]
-    ways = {
-        "changed": [*before, bytes(changed), *behind],
-        "cut": [*before, travelled[number][:at]],
-        "left out": [*before, *behind],
-        "repeated": [*before, travelled[number], travelled[number], *behind],
-        "swapped": swapped,
-        "of another connection": [*before, sealed_by(secrets.token_bytes(32), messages)[number], *behind],
-    }
-    for way, stream in ways.items():
-        if way == "swapped" and other == number:
-            continue
-        # One message more than was sent is read: what follows the last one must not pass either.
-        read, raised = opened_by(key, b"".join(stream), [*lengths, lengths[number]])
-        assert raised, way
-        untouched = min(number, other) if way == "swapped" else number + (way == "repeated")
-        assert read == messages[:untouched], way
-
-
-async def test_reflected_message_is_rejected() -> None:
-    sources, _ = await proven()
-    (travelled,) = sealed_by(sources.sends, [HELLO])
-    assert opened_by(sources.sends, travelled, [5]) == ([HELLO], False)
-    assert opened_by(sources.reads, travelled, [5]) == ([], True)
 
 
 async def test_encrypted_and_plain_nodes_do_not_connect(nodes: Nodes) -> None:

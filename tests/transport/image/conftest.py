@@ -6,7 +6,6 @@ Every test that takes `serve` runs twice, over gRPC and over bulk connections, w
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,9 +22,11 @@ from snapshotd.transport.image import bulk_receiver
 from snapshotd.transport.image.bulk_receiver import BulkReceivers
 from snapshotd.transport.image.grpc_channel import push_handler
 from snapshotd.transport.image.store import ImageStore
-from snapshotd.transport.image.tls_connection import MessageReader
+from snapshotd.transport.sealed import Connection, SealedConnection
 from tests.served import Linked
 from tests.transport.image.targets import MOVE, NODE, Alter, BulkTarget, GrpcTarget, Serve, issue
+
+LENGTH_BYTES = 4  # of the message that precedes every other one
 
 
 @pytest.fixture(scope="session")
@@ -100,22 +101,22 @@ def serve_bulk(certificates: Credentials, store: ImageStore, monkeypatch: pytest
     ) -> AsyncIterator[BulkTarget]:
         target = BulkTarget(store, certificates, streams)
         target.receivers = BulkReceivers(store, certificates, ["127.0.0.1"])
-        admit = bulk_receiver._BulkReceiver._admit
+        receive = bulk_receiver._BulkReceiver._receive
 
-        def watched(receiver: Any, connection: ssl.SSLSocket, reader: MessageReader) -> None:
-            admit(receiver, connection, reader)
+        def watched(receiver: Any, connection: Connection) -> None:
             target.authorised.append(MOVE)
             if deny is not None:
                 raise deny
+            receive(receiver, connection)
 
-        class Altered(MessageReader):
+        class Altered(SealedConnection):
             def read_into(self, view: memoryview) -> None:
                 super().read_into(view)
-                if alter is not None:
+                if alter is not None and len(view) != LENGTH_BYTES:
                     view[:] = alter(bytes(view))
 
-        monkeypatch.setattr(bulk_receiver._BulkReceiver, "_admit", watched)
-        monkeypatch.setattr(bulk_receiver, "MessageReader", Altered)
+        monkeypatch.setattr(bulk_receiver._BulkReceiver, "_receive", watched)
+        monkeypatch.setattr(bulk_receiver, "SealedConnection", Altered)
         target.port, target.key = target.receivers.open(MOVE, NODE)
         try:
             yield target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -16,15 +15,18 @@ from migrator import pki
 from snapshotd.api.calls import Channel
 from snapshotd.api.channel import open_channel
 from snapshotd.api.credentials import Credentials
+from snapshotd.api.errors import SnapshotError
 from snapshotd.api.methods import PUSH
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport import handshake
 from snapshotd.transport.image import bulk_sender
 from snapshotd.transport.image.bulk_receiver import BulkReceivers
-from snapshotd.transport.image.frame import Answer, parse_answer
+from snapshotd.transport.image.frame import Answer, Kind, parse_answer
 from snapshotd.transport.image.grpc_channel import MOVE_KEY, PushCall
+from snapshotd.transport.image.messages import next_bytes, send_end, send_message
 from snapshotd.transport.image.store import ImageStore
 from snapshotd.transport.image.stream import Stream
-from snapshotd.transport.image.tls_connection import MessageReader, send_end, send_message, tls_context
+from snapshotd.transport.sealed import Connection, SealedConnection
 
 MOVE = "m-0123456789ab"
 NODE = "node-2"
@@ -110,22 +112,26 @@ class BulkTarget(Target):
     async def answers(self, *messages: bytes) -> list[Answer]:
         return await in_thread(self._answers, messages)
 
-    def connect(self, key: bytes | None = None, credentials: Credentials | None = None) -> ssl.SSLSocket:
+    def connect(self, key: bytes | None = None, credentials: Credentials | None = None) -> Connection:
         ours = credentials or self.credentials
-        context = tls_context(ours, server_side=False)
-        return bulk_sender._connect("127.0.0.1", self.port, self.key if key is None else key, context, ours, NODE)
+        context = handshake.tls_context(ours, server_side=False)
+        key = self.key if key is None else key
+        return SealedConnection(*handshake.connect("127.0.0.1", self.port, key, context, ours, NODE))
 
     def _answers(self, messages: Sequence[bytes]) -> list[Answer]:
-        with self.connect() as connection:
+        try:
+            connection = self.connect()
+        except SnapshotError as error:  # refused before the first chunk
+            return [Answer(Kind.ERROR, text=error.to_wire())]
+        with connection:
             for message in messages:
                 send_message(connection, message)
             send_end(connection)
             return taken_from(connection)
 
 
-def taken_from(connection: ssl.SSLSocket) -> list[Answer]:
-    reader = MessageReader(connection)
+def taken_from(connection: Connection) -> list[Answer]:
     taken = []
-    while (length := reader.next_bytes()) is not None:
-        taken.append(parse_answer(reader.read(length)))
+    while (length := next_bytes(connection)) is not None:
+        taken.append(parse_answer(connection.read(length)))
     return taken

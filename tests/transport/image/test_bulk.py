@@ -8,6 +8,8 @@ import select
 import socket
 import ssl
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,14 @@ from migrator import pki
 from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import BadConfig, Damaged, Denied, Internal, Unreachable, from_wire
 from snapshotd.runtime.blocking import in_thread
-from snapshotd.transport.image import bulk_receiver, bulk_sender
+from snapshotd.transport import handshake, sealed
+from snapshotd.transport.handshake import tls_context
+from snapshotd.transport.image import bulk_receiver
 from snapshotd.transport.image.bulk_receiver import BulkReceivers
 from snapshotd.transport.image.bulk_sender import BulkStream, open_streams
 from snapshotd.transport.image.frame import MAX_CHUNK_BYTES, Answer, Kind, data_frame
+from snapshotd.transport.image.messages import send_end, send_frame, send_message
 from snapshotd.transport.image.store import ImageStore
-from snapshotd.transport.image.tls_connection import send_frame, send_message, tls_context
 from snapshotd.transport.listener import KEY_BYTES
 from tests.transport.image.targets import MOVE, NODE, BulkTarget, Serve, hang_up, issue, taken_from
 
@@ -32,12 +36,10 @@ def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith(("image channel ", "bulk "))}
 
 
-async def refused(connection: ssl.SSLSocket) -> str:
-    with connection:
-        (answer,) = await in_thread(taken_from, connection)
-    error = from_wire(answer.text)
-    assert isinstance(error, Denied)
-    return error.message
+async def refused(connect: Callable[[], object]) -> str:
+    with pytest.raises(Denied) as caught:
+        await in_thread(connect)
+    return caught.value.message
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_peer_without_the_key_is_denied(serve_bulk: Serve, key: bytes) -> None:
     async with serve_bulk() as target:
         assert isinstance(target, BulkTarget)
-        assert "not the key" in await refused(await in_thread(target.connect, key))
+        assert "not the key" in await refused(partial(target.connect, key))
         assert target.authorised == []
 
 
@@ -61,8 +63,9 @@ async def test_another_node_is_denied_although_it_has_the_key(serve_bulk: Serve,
     async with serve_bulk() as target:
         assert isinstance(target, BulkTarget)
         for credentials in others:
-            connection = await in_thread(target.connect, target.key, credentials)
-            assert "is not the source of move" in await refused(connection)
+            assert "is not the source of the image channel" in await refused(
+                partial(target.connect, target.key, credentials)
+            )
 
 
 async def test_certificate_of_another_authority_or_none_is_rejected(serve_bulk: Serve, tmp_path: Path) -> None:
@@ -71,9 +74,8 @@ async def test_certificate_of_another_authority_or_none_is_rejected(serve_bulk: 
     async with serve_bulk() as target:
         assert isinstance(target, BulkTarget)
         half = Credentials(target.credentials.ca, other.cert, other.key)  # trusts the target, is not trusted by it
-        connection = await in_thread(target.connect, target.key, half)
-        with connection, pytest.raises(ssl.SSLError, match="unknown ca"):
-            await in_thread(taken_from, connection)
+        with pytest.raises(ssl.SSLError, match="unknown ca"):
+            await in_thread(target.connect, target.key, half)
         with pytest.raises(Unreachable, match="certificate verify failed"):
             await open_streams("127.0.0.1", target.port, target.key, other, NODE, 2)
         with pytest.raises(Unreachable, match="not valid for 'node-9'"):
@@ -85,7 +87,7 @@ async def test_certificate_of_another_authority_or_none_is_rejected(serve_bulk: 
             anybody.wrap_socket(plain, server_hostname=NODE) as nameless,
             pytest.raises(ssl.SSLError, match="certificate required"),
         ):
-            await in_thread(taken_from, nameless)
+            await in_thread(nameless.recv, 1)
         assert target.authorised == []
 
 
@@ -101,8 +103,8 @@ async def test_slow_rejected_peer_still_receives_the_alert(serve_bulk: Serve, tm
         ):
             select.select([peer], [], [])
             for _ in range(2):  # if the target has closed, the first is answered by a reset and the second fails
-                send_message(peer, b"k" * KEY_BYTES)
-            taken_from(peer)
+                peer.sendall(b"k" * KEY_BYTES)
+            peer.recv(1)
 
     async with serve_bulk() as target:
         assert isinstance(target, BulkTarget)
@@ -111,17 +113,24 @@ async def test_slow_rejected_peer_still_receives_the_alert(serve_bulk: Serve, tm
             await in_thread(receive_alert, target.port, context)
 
 
-async def test_connection_uses_tls_1_3(serve_bulk: Serve) -> None:
+def shake_hands(target: BulkTarget, context: ssl.SSLContext) -> None:
+    """Until the certificates are known to both."""
+    with contextlib.suppress(Denied):
+        handshake.connect("127.0.0.1", target.port, target.key, context, target.credentials, NODE)[0].close()
+
+
+async def test_connection_uses_tls_1_3(serve_bulk: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serve_bulk() as target:
         assert isinstance(target, BulkTarget)
-        with await in_thread(target.connect) as connection:
-            assert connection.version() == "TLSv1.3"
-            assert "GCM" in str(connection.cipher())
+        versions: list[str | None] = []
+        monkeypatch.setattr(handshake, "peer_node", lambda connection, _: versions.append(connection.version()))
+        await in_thread(shake_hands, target, tls_context(target.credentials, server_side=False))
+        assert versions[0] == "TLSv1.3"
         old = tls_context(target.credentials, server_side=False)
         old.minimum_version = ssl.TLSVersion.TLSv1_2
         old.maximum_version = ssl.TLSVersion.TLSv1_2
         with pytest.raises(ssl.SSLError):
-            await in_thread(bulk_sender._connect, "127.0.0.1", target.port, target.key, old, target.credentials, NODE)
+            await in_thread(shake_hands, target, old)
 
 
 @pytest.mark.usefixtures("no_patience")
@@ -139,14 +148,15 @@ async def test_revoked_certificate_is_denied_by_sender_and_receiver(store: Image
     receivers = BulkReceivers(store, receiver, ["127.0.0.1"])
     port, key = await in_thread(receivers.open, MOVE, NODE)
 
-    def connect() -> ssl.SSLSocket:
-        return bulk_sender._connect("127.0.0.1", port, key, tls_context(sender, server_side=False), sender, NODE)
+    def connect() -> None:
+        context = tls_context(sender, server_side=False)
+        handshake.connect("127.0.0.1", port, key, context, sender, NODE)[0].close()
 
     try:
-        (await in_thread(connect)).close()
+        await in_thread(connect)
         crl, _ = pki.revoke(tmp_path / "ca", f"node:{NODE}")
         (tmp_path / "receiver" / "ca.crl").write_bytes(crl.read_bytes())
-        assert "has been revoked" in await refused(await in_thread(connect))
+        assert "has been revoked" in await refused(connect)
         (tmp_path / "sender" / "ca.crl").write_bytes(crl.read_bytes())
         with pytest.raises(Denied, match="has been revoked"):
             await in_thread(connect)
@@ -204,7 +214,7 @@ async def test_node_without_a_usable_address_is_an_error(store: ImageStore, cert
 
 
 async def test_silent_port_is_given_up(certificates: Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk_sender, "CONNECT_S", 0.1)
+    monkeypatch.setattr(handshake, "CONNECT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(Unreachable, match="timed out"):
         await open_streams("127.0.0.1", silent.getsockname()[1], b"", certificates, NODE, 2)
 
@@ -229,18 +239,11 @@ async def test_oversized_message_is_refused_unread(serve_bulk: Serve) -> None:
     async with serve_bulk() as target:
         assert isinstance(target, BulkTarget)
         with await in_thread(target.connect) as connection:
-            connection.sendall((MAX_CHUNK_BYTES + 1).to_bytes(4, "big"))
-            error = from_wire((await in_thread(_one, connection)).text)
+            connection.send((MAX_CHUNK_BYTES + 1).to_bytes(4, "big"))
+            (answer,) = await in_thread(taken_from, connection)
+        error = from_wire(answer.text)
         assert isinstance(error, Damaged)
         assert "where a header was expected" in error.message
-
-
-def _one(connection: ssl.SSLSocket) -> Answer:
-    from snapshotd.transport.image.frame import parse_answer
-    from snapshotd.transport.image.tls_connection import MessageReader
-
-    reader = MessageReader(connection)
-    return parse_answer(reader.read(reader.next_bytes() or 0))
 
 
 async def test_invalid_answer_is_damaged(certificates: Credentials) -> None:
@@ -249,12 +252,14 @@ async def test_invalid_answer_is_damaged(certificates: Credentials) -> None:
     for invalid, text in ((b"hello", "an answer of 5 bytes"), (bytes(100_000), "an answer of 100000 bytes")):
         with socket.create_server(("127.0.0.1", 0)) as server:
 
-            def serve(server: socket.socket = server, invalid: bytes = invalid) -> ssl.SSLSocket:
+            def serve(server: socket.socket = server, invalid: bytes = invalid) -> sealed.Connection:
                 plain, _ = server.accept()
                 connection = context.wrap_socket(plain, server_side=True)
+                connection.recv(4)
+                sealing = sealed.SealedConnection(connection, handshake.welcome(connection))
                 with contextlib.suppress(OSError):  # the sender closes early
-                    send_message(connection, invalid)
-                return connection
+                    send_message(sealing, invalid)
+                return sealing
 
             serving = asyncio.create_task(in_thread(serve))
             (stream,) = await open_streams("127.0.0.1", server.getsockname()[1], b"", certificates, NODE, 1)
@@ -286,7 +291,7 @@ async def test_payload_buffer_is_reused_safely(serve_bulk: Serve) -> None:
         with await in_thread(target.connect) as connection:
             for frame in frames:
                 send_frame(connection, frame)
-            connection.sendall(b"\xff" * 4)
+            send_end(connection)
             assert await in_thread(taken_from, connection) == [Answer(Kind.OK, frame.sequence) for frame in frames]
         for frame in frames:
             assert (target.store.path(MOVE) / frame.name).read_bytes() == frame.payload

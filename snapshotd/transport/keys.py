@@ -1,7 +1,6 @@
-"""The keys of one connection, which a daemon passes to a child together with it.
+"""The keys of one connection of a data channel, which a daemon may pass to a child together with it.
 
-They travel over the control socket alone, because other processes can read command lines and environments. Separate from
-connection.py, which uses the keys, because that imports `cryptography`, which the daemon does not need.
+They travel over the control socket alone, because other processes can read command lines and environments.
 """
 
 from __future__ import annotations
