@@ -119,6 +119,7 @@ class BulkStream:
                 if frame is None:
                     send_end(self._connection)
                 else:
+                    frame.prepare()
                     send_frame(self._connection, frame)
             ready = [fd for fd, _ in poll.poll()]
             if self._wake in ready:

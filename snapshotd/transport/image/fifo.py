@@ -44,30 +44,23 @@ def make_fifo(directory: Path, name: str, pipe_bytes: int = PIPE_BYTES) -> int:
     return fd
 
 
-def read_chunk(fd: int, limit_bytes: int, patience_ms: int) -> tuple[bytes, Stop]:
-    """Up to `limit_bytes` from a non-blocking pipe; waits `patience_ms` for a slow writer. Blocks.
-
-    One read that fills the chunk is returned as it is; only a chunk that arrived in pieces is copied.
-    """
-    pieces: list[bytes] = []
-    missing_bytes = limit_bytes
-    stop = Stop.FULL
-    while missing_bytes:
+def read_chunk(fd: int, buffer: bytearray, patience_ms: int) -> tuple[int, Stop]:
+    """Fills the buffer from a non-blocking pipe; waits `patience_ms` for a slow writer. Blocks. Returns how much was read."""
+    view = memoryview(buffer)
+    filled = 0
+    while filled < len(view):
         try:
-            piece = os.read(fd, missing_bytes)
+            count = os.readv(fd, [view[filled:]])
         except BlockingIOError:
             poll = select.poll()
             poll.register(fd, select.POLLIN)
             if poll.poll(patience_ms):
                 continue
-            stop = Stop.STALLED
-            break
-        if not piece:
-            stop = Stop.NO_WRITER
-            break
-        pieces.append(piece)
-        missing_bytes -= len(piece)
-    return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), stop
+            return filled, Stop.STALLED
+        if not count:
+            return filled, Stop.NO_WRITER
+        filled += count
+    return filled, Stop.FULL
 
 
 def unread_bytes(fd: int) -> int:

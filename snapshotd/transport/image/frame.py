@@ -65,8 +65,26 @@ class Frame:
     bitmap: bytes = b""
     payload_bytes: int = 0
     digest: bytes = b""
-    payload: bytes | memoryview = b""
+    payload: bytes | bytearray | memoryview = b""
     strong: bool = False  # whether the digest is a cryptographic one
+
+    def prepare(self) -> None:
+        """Leaves out zero pages and computes the digest, as every frame needs before it is sent. Idempotent.
+
+        It takes a while, so streams do it in threads: of several, while the next chunk is read. Copies only if some pages are
+        zero."""
+        if self.digest:
+            return
+        if self.kind is Kind.DATA:
+            assert not isinstance(self.payload, memoryview)
+            self.bitmap = zero_bitmap(self.payload)
+            if self.bitmap:
+                view = memoryview(self.payload)
+                self.payload = b"".join(view[start:end] for start, end in _runs(self.bitmap, self.length))
+                self.payload_bytes = len(self.payload)
+            if not self.payload_bytes:
+                self.kind, self.bitmap = Kind.HOLE, b""
+        self.digest = self.computed_digest()
 
     def header(self) -> bytes:
         name = self.name.encode()
@@ -97,24 +115,21 @@ class Frame:
         )
 
 
+def raw_frame(sequence: int, name: str, offset: int, data: bytes | bytearray, *, strong: bool = False) -> Frame:
+    """The frame for `data`, not prepared yet."""
+    return Frame(Kind.DATA, sequence, name, offset, len(data), payload_bytes=len(data), payload=data, strong=strong)
+
+
 def data_frame(sequence: int, name: str, offset: int, data: bytes, *, strong: bool = False) -> Frame:
-    """The frame for `data` with its digest; a hole if all of it is zero. Copies only if some pages are zero."""
-    frame = Frame(
-        Kind.DATA, sequence, name, offset, len(data), zero_bitmap(data), len(data), payload=data, strong=strong
-    )
-    if frame.bitmap:
-        view = memoryview(data)
-        frame.payload = b"".join(view[start:end] for start, end in _runs(frame.bitmap, len(data)))
-        frame.payload_bytes = len(frame.payload)
-    if not frame.payload_bytes:
-        return hole_frame(sequence, name, offset, len(data), strong=strong)
-    frame.digest = frame.computed_digest()
+    """The prepared frame for `data`; a hole if all of it is zero."""
+    frame = raw_frame(sequence, name, offset, data, strong=strong)
+    frame.prepare()
     return frame
 
 
 def hole_frame(sequence: int, name: str, offset: int, length: int, *, strong: bool = False) -> Frame:
     frame = Frame(Kind.HOLE, sequence, name, offset, length, strong=strong)
-    frame.digest = frame.computed_digest()
+    frame.prepare()
     return frame
 
 
@@ -186,7 +201,7 @@ def parse_answer(message: bytes) -> Answer:
     return Answer(Kind(kind), sequence, blob[_ANSWER.size :])
 
 
-def zero_bitmap(data: bytes) -> bytes:
+def zero_bitmap(data: bytes | bytearray) -> bytes:
     """One bit per page, lowest first, set if the page is not all zero; empty if no page is all zero.
 
     A strided slice takes the first byte of every page at C speed. Only a page whose first byte is zero is compared, in place

@@ -158,6 +158,7 @@ class PushCall:
 
     async def send(self, frame: Frame) -> bool:
         """False if the stream has ended: `receive` then raises the reason."""
+        await in_thread(frame.prepare)
         try:
             await self._call.write(frame.header())
             if frame.payload_bytes:

@@ -24,13 +24,17 @@ class LocalStream:
         if self._over:
             return False
         try:
-            stored = await in_thread(self._store.write, self._move, frame)
+            stored = await in_thread(self._write, frame)
         except SnapshotError as error:
             self._over = True
             self._answers.put_nowait(error)
             return False
         self._answers.put_nowait(Answer(Kind.OK if stored else Kind.BAD, frame.sequence))
         return True
+
+    def _write(self, frame: Frame) -> bool:
+        frame.prepare()
+        return self._store.write(self._move, frame)
 
     async def receive(self) -> Answer | None:
         answer = await self._answers.get()

@@ -32,8 +32,8 @@ from snapshotd.transport.image.frame import (
     Answer,
     Frame,
     Kind,
-    data_frame,
     hole_frame,
+    raw_frame,
 )
 from snapshotd.transport.image.grpc_channel import WINDOW
 from snapshotd.transport.image.malloc_tuning import freed_blocks_kept
@@ -50,6 +50,7 @@ class _Held:
 
     frame: Frame
     sends: int = 0
+    buffer: bytearray | None = None  # that the frame uses until then
 
 
 class Sender:
@@ -81,6 +82,7 @@ class Sender:
         self._slots = asyncio.Semaphore(WINDOW * len(streams))
         self._ready: asyncio.Queue[_Held] = asyncio.Queue()
         self._held: dict[int, _Held] = {}
+        self._buffers: list[bytearray] = []  # for chunks, not in use
         self._all_stored = asyncio.Event()
         self._all_stored.set()
         self._files: dict[str, Chunks] = {}
@@ -151,9 +153,10 @@ class Sender:
     # ------------------------------------------------------------ reading
 
     async def _read_pipe(self, name: str, fd: int, eof: asyncio.Event | None) -> None:
-        offset = 0
+        offset, stop = 0, Stop.NO_WRITER
         while True:
-            await readable(fd, eof)
+            if stop is not Stop.FULL:  # a writer that has filled a chunk goes on, so the read itself waits for it
+                await readable(fd, eof)
             over = eof is not None and eof.is_set()  # checked before the read: what was written by then is in the pipe
             if over and not unread_bytes(fd):
                 break
@@ -174,8 +177,17 @@ class Sender:
             self._keep(hole_frame(self._sequence, name, 0, 0, strong=self._strong))
 
     def _pipe_chunk(self, name: str, fd: int, offset: int, sequence: int) -> tuple[Frame | None, Stop]:
-        data, stop = read_chunk(fd, self._chunk_bytes, _PATIENCE_MS)
-        return (data_frame(sequence, name, offset, data, strong=self._strong) if data else None), stop
+        """Reads straight into the memory from which the chunk is sent, unless it is a partial one."""
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = bytearray(self._chunk_bytes)
+        count, stop = read_chunk(fd, buffer, _PATIENCE_MS)
+        if stop is Stop.FULL:
+            return raw_frame(sequence, name, offset, buffer, strong=self._strong), stop
+        data = bytes(memoryview(buffer)[:count])
+        self._buffers.append(buffer)
+        return (raw_frame(sequence, name, offset, data, strong=self._strong) if data else None), stop
 
     async def _read_path(self, name: str, path: Path) -> None:
         try:
@@ -215,8 +227,9 @@ class Sender:
 
     def _keep(self, frame: Frame) -> None:
         """Queues a chunk that has a slot for the streams."""
-        self._files[frame.name][frame.offset] = (frame.length, frame.digest)
-        self._held[frame.sequence] = _Held(frame)
+        self._held[frame.sequence] = _Held(
+            frame, buffer=frame.payload if isinstance(frame.payload, bytearray) else None
+        )
         self.peak_chunks_held = max(self.peak_chunks_held, len(self._held))
         self._all_stored.clear()
         self._ready.put_nowait(self._held[frame.sequence])
@@ -255,6 +268,9 @@ class Sender:
             self._ready.put_nowait(held)
             return
         del self._held[answer.sequence]
+        if held.buffer is not None:
+            self._buffers.append(held.buffer)
+        self._files[frame.name][frame.offset] = (frame.length, frame.digest)
         self._slots.release()
         self.bytes_sent += frame.payload_bytes
         self.bytes_zero += frame.length - frame.payload_bytes

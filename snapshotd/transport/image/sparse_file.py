@@ -8,13 +8,13 @@ from pathlib import Path
 
 from snapshotd.api.errors import Damaged, Where
 from snapshotd.transport.image.fifo import Stop
-from snapshotd.transport.image.frame import Frame, data_frame, hole_frame
+from snapshotd.transport.image.frame import Frame, hole_frame, raw_frame
 
 
 def file_chunk(
     name: str, fd: int, offset: int, size: int, chunk_bytes: int, strong: bool, sequence: int
 ) -> tuple[Frame | None, Stop]:
-    """The hole or the chunk of data at `offset`. Blocks."""
+    """The hole or the chunk of data at `offset`, not prepared. Blocks."""
     data_at = _seek(fd, offset, os.SEEK_DATA, size)
     if data_at > offset or offset == size:
         return hole_frame(sequence, name, offset, data_at - offset, strong=strong), Stop.FULL
@@ -22,7 +22,7 @@ def file_chunk(
     data = os.pread(fd, end - offset, offset)
     if len(data) != end - offset:
         raise Damaged(f"{name} became shorter while it was being sent", where=Where.SOURCE_FROZEN)
-    return data_frame(sequence, name, offset, data, strong=strong), Stop.FULL
+    return raw_frame(sequence, name, offset, data, strong=strong), Stop.FULL
 
 
 def _seek(fd: int, offset: int, whence: int, size: int) -> int:

@@ -19,7 +19,7 @@ class Stream(Protocol):
         """Whether chunks need a cryptographic digest, because other processes than the two daemons pass them on."""
 
     async def send(self, frame: Frame) -> bool:
-        """Sends a chunk. False if the stream has ended: `receive` then raises the reason."""
+        """Sends a chunk, which it prepares in a thread. False if the stream has ended: `receive` then raises the reason."""
 
     async def receive(self) -> Answer | None:
         """The next answer, None when the target has ended the stream normally."""

@@ -12,6 +12,12 @@ import pytest
 from snapshotd.transport.image.fifo import Stop, make_fifo, read_chunk, readable
 
 
+def read(fd: int, limit_bytes: int) -> tuple[bytes, Stop]:
+    buffer = bytearray(limit_bytes)
+    count, stop = read_chunk(fd, buffer, 0)
+    return bytes(buffer[:count]), stop
+
+
 def open_writer(tmp_path: Path) -> int:
     return os.open(tmp_path / "pages-1.img", os.O_WRONLY | os.O_NONBLOCK)
 
@@ -21,7 +27,7 @@ def test_fifo_is_private_large_and_non_blocking(tmp_path: Path) -> None:
     assert (tmp_path / "pages-1.img").stat().st_mode & 0o777 == 0o600
     assert fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) == 1 << 20
     assert not os.get_inheritable(fd)
-    assert read_chunk(fd, 100, 0) == (b"", Stop.NO_WRITER)
+    assert read(fd, 100) == (b"", Stop.NO_WRITER)
     os.close(fd)
 
 
@@ -44,11 +50,11 @@ def test_chunk_is_filled_from_pieces(tmp_path: Path) -> None:
     fd = make_fifo(tmp_path, "pages-1.img")
     writer = open_writer(tmp_path)
     os.write(writer, b"a" * 10)
-    assert read_chunk(fd, 4, 0) == (b"aaaa", Stop.FULL)
-    assert read_chunk(fd, 100, 0) == (b"a" * 6, Stop.STALLED)
+    assert read(fd, 4) == (b"aaaa", Stop.FULL)
+    assert read(fd, 100) == (b"a" * 6, Stop.STALLED)
     os.write(writer, b"b" * 3)
     os.close(writer)
-    assert read_chunk(fd, 100, 0) == (b"bbb", Stop.NO_WRITER)
+    assert read(fd, 100) == (b"bbb", Stop.NO_WRITER)
     os.close(fd)
 
 
@@ -63,7 +69,7 @@ async def test_wait_does_not_return_before_there_is_a_writer(tmp_path: Path) -> 
     os.write(writer, b"x")
     await asyncio.wait_for(waiting, 60)
     os.close(writer)
-    assert read_chunk(fd, 10, 0) == (b"x", Stop.NO_WRITER)
+    assert read(fd, 10) == (b"x", Stop.NO_WRITER)
     await asyncio.wait_for(readable(fd, None), 60)  # the writer is gone: reported at once
     os.close(fd)
 
