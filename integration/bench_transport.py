@@ -148,11 +148,15 @@ def _sink(into: str) -> None:
 # ---------------------------------------------------------------- the channels
 
 
+def _certificates(folder: Path) -> tuple[Credentials, Credentials]:
+    """Of the source, node-1, and of the target, node-2."""
+    pki.init(folder / "ca")
+    source, target = (pki.issue_node(folder / "ca", name) for name in ("node-1", "node-2"))
+    return Credentials(source.ca, source.cert, source.key), Credentials(target.ca, target.cert, target.key)
+
+
 async def _image_channel(way: str, folder: Path, total_bytes: int, streams: int, chunk_bytes: int) -> tuple[float, int]:
-    authority = folder / "ca"
-    pki.init(authority)
-    source, target = (pki.issue_node(authority, name) for name in ("node-1", "node-2"))
-    credentials = Credentials(source.ca, source.cert, source.key)
+    credentials, target = _certificates(folder)
     fifo = make_fifo(folder, "pages-1.img", chunk_bytes)
     arguments = [str(folder / "images"), str(target.ca), str(target.cert), str(target.key), str(total_bytes), "node-1"]
     with _child("receive", *arguments) as output, _child("write", str(folder / "pages-1.img"), str(total_bytes)):
@@ -217,11 +221,14 @@ async def _stripes(folder: Path, total_bytes: int, stripes: int, *, encrypted: b
     names = [f"device-1-{number}" for number in range(stripes)]
     for name in names:
         _write_stripe(here / name, size)
+    source, target = _certificates(folder)
     before_s = _cpu_s()
     incoming = await Incoming.open(
-        there, names, ["127.0.0.1"], "node-1", encrypted=encrypted, expected_bytes=total_bytes
+        there, names, ["127.0.0.1"], "node-1", target, encrypted=encrypted, expected_bytes=total_bytes
     )
-    outgoing = await Outgoing.open("127.0.0.1", incoming.port, incoming.key, "node-2", here, names, encrypted=encrypted)
+    outgoing = await Outgoing.open(
+        "127.0.0.1", incoming.port, incoming.key, "node-2", source, here, names, encrypted=encrypted
+    )
     while any((there / name).stat().st_blocks * 512 < size for name in names):  # noqa: ASYNC110 - no event to wait for
         await asyncio.sleep(0.01)
     begun = time.perf_counter()

@@ -2721,11 +2721,14 @@ class OpenDeviceChannelRequest(_message.Message):
     NAMES_FIELD_NUMBER: _builtins.int
     EXPECTED_BYTES_FIELD_NUMBER: _builtins.int
     PLAIN_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     expected_bytes: _builtins.int
     """of all stripes together, approximately"""
     plain: _builtins.bool
     """the source's configuration allows unencrypted transfer"""
+    sealed: _builtins.bool
+    """as in OpenImageChannelRequest"""
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """device-PID-NUMBER; PID is in the rank's own pid namespace"""
@@ -2737,10 +2740,11 @@ class OpenDeviceChannelRequest(_message.Message):
         names: _abc.Iterable[_builtins.str] | None = ...,
         expected_bytes: _builtins.int = ...,
         plain: _builtins.bool = ...,
+        sealed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_bytes", b"expected_bytes", "move", b"move", "names", b"names", "plain", b"plain"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_bytes", b"expected_bytes", "move", b"move", "names", b"names", "plain", b"plain", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2753,22 +2757,26 @@ class OpenDeviceChannelReply(_message.Message):
     PORT_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     PLAIN_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     port: _builtins.int
     """on the host of the target's endpoint"""
     key: _builtins.bytes
-    """authenticates the connections and encrypts them (snapshotd/transport/device/key.py)"""
+    """the first message of every connection, with the number and the name of its stripe"""
     plain: _builtins.bool
     """unencrypted: both configurations allow it"""
+    sealed: _builtins.bool
+    """as in OpenImageChannelReply"""
     def __init__(
         self,
         *,
         port: _builtins.int = ...,
         key: _builtins.bytes = ...,
         plain: _builtins.bool = ...,
+        sealed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "plain", b"plain", "port", b"port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "plain", b"plain", "port", b"port", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

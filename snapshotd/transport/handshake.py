@@ -1,8 +1,9 @@
 """How both nodes of a connection prove who they are, and agree on the keys that encrypt it.
 
 The two daemons shake hands with TLS 1.3, each with the certificate of its node. Inside TLS the source sends the channel's
-key, which the target made for this move and only the move's source has received. The target answers with two fresh keys, one
-for each direction, and both leave TLS. What follows on the same connection are messages that these keys encrypt (sealed.py).
+key, which the target made for this move and only the move's source has received, and what the connection is for. The target
+answers with two fresh keys, one for each direction, and both leave TLS. What follows on the same connection are messages that
+these keys encrypt (sealed.py).
 
 Invariant: a connection's keys are known to the two daemons alone, because TLS ends in them. The network processes know the
 channel's key, so nothing that must be kept from them is derived from it. The peer holds a certificate of the cluster's CA
@@ -29,6 +30,7 @@ _LENGTH = struct.Struct(">I")
 _REPLY = struct.Struct(">cI")  # kind, length of what follows
 _WELCOME, _REFUSED = b"K", b"E"
 _SEAL_BYTES = 32
+_MAX_PURPOSE_BYTES = 255
 _MAX_REASON_BYTES = 16 << 10
 _SKIP_BYTES = 64 << 10
 
@@ -75,20 +77,33 @@ def connect(
     plain = socket.create_connection((host, port), timeout=CONNECT_S)
     try:
         tune(plain)
-        connection = context.wrap_socket(plain, server_hostname=node)
+        return join(plain, key, context, credentials, node)
     except BaseException:
         plain.close()
         raise
+
+
+def join(
+    plain: socket.socket,
+    key: bytes,
+    context: ssl.SSLContext,
+    credentials: Credentials,
+    node: str,
+    purpose: bytes = b"",
+) -> tuple[socket.socket, Keys]:
+    """The same for a socket that is connected, has a time limit and is tuned. Takes it over."""
+    connection = context.wrap_socket(plain, server_hostname=node)
     try:
         peer_node(connection, credentials)
-        connection.sendall(_LENGTH.pack(len(key)) + key)
+        connection.sendall(_LENGTH.pack(len(key) + len(purpose)) + key + purpose)
         keys = _welcomed(connection)
         connection.unwrap()
-        connection.settimeout(None)
     except BaseException:
         connection.close()
         raise
-    return connection, keys
+    left = socket.socket(fileno=connection.detach())
+    left.settimeout(None)
+    return left, keys
 
 
 def _welcomed(connection: ssl.SSLSocket) -> Keys:
@@ -105,14 +120,18 @@ def _welcomed(connection: ssl.SSLSocket) -> Keys:
 
 def prove_source(
     connection: ssl.SSLSocket, key: bytes, credentials: Credentials, source_node: str, channel: str
-) -> None:
-    """Raises Denied unless the peer has the certificate of `source_node` and the channel's key. Blocks."""
+) -> bytes:
+    """What the connection is for. Denied unless the peer has the certificate of `source_node` and the channel's key.
+
+    Blocks."""
     name = peer_node(connection, credentials)
     if name != f"node:{source_node}":
         raise Denied(f"{name} is not the source of the {channel}")
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
-    if length != len(key) or not hmac.compare_digest(_read(connection, length), key):
+    purpose_bytes = length - len(key)
+    if not 0 <= purpose_bytes <= _MAX_PURPOSE_BYTES or not hmac.compare_digest(_read(connection, len(key)), key):
         raise Denied(f"that is not the key of the {channel}")
+    return _read(connection, purpose_bytes)
 
 
 def welcome(connection: ssl.SSLSocket) -> Keys:

@@ -153,13 +153,14 @@ class Source:
         self.memories = {process: Memory(process) for process in processes}
         self.driver: Any = Driver(processes)
         self.refusal: SnapshotError | None = None
+        self.sealed = True
         self.channel: Channel | None = None
         self.let_go: list[Process] = []
         self.stopped_others = 0
         room = Room(folder / "memory", "a")
         store = ImageStore(folder / "images", room=room)
         config = SimpleNamespace(image_dir=folder / "images", device_channel="encrypted")
-        self.node: Any = SimpleNamespace(config=config, store=store, client=self._client, room=room)
+        self.node: Any = SimpleNamespace(config=config, store=store, client=self._client, room=room, credentials=None)
         begin = Begin(
             MOVE, "source", "job-0", "job", 0, "a", "a:1", "b", "b:1", "00" * 32, host.boot_id(), 1.0, lease_s=30.0
         )
@@ -187,13 +188,13 @@ class Source:
             assert request.names
             if self.refusal is not None:
                 raise self.refusal
-            return pb.OpenDeviceChannelReply(port=1, key=b"key")
+            return pb.OpenDeviceChannelReply(port=1, key=b"key", sealed=self.sealed)
 
         yield SimpleNamespace(target=SimpleNamespace(OpenDeviceChannel=open_device_channel))
 
     async def _outgoing(self, *arguments: Any, encrypted: bool) -> Channel:
         assert encrypted
-        self.channel = Channel(arguments[4], arguments[5])
+        self.channel = Channel(arguments[5], arguments[6])
         return self.channel
 
     async def _let_go(self, processes: Sequence[Process]) -> None:

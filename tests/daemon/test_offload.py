@@ -218,6 +218,15 @@ async def test_stripe_files_follow_the_image_without_a_device_memory_channel(
     assert "follows the image" in source.moving.offload.warnings[0]  # type: ignore[union-attr]
 
 
+async def test_target_of_an_older_version_gets_the_stripes_with_the_image(source: Source) -> None:
+    source.sealed = False
+    size, _ = await source.out()
+    assert size == 2 * SIZE
+    assert source.channel is None
+    assert "follows the image" in source.moving.offload.warnings[0]  # type: ignore[union-attr]
+    assert "older version" in source.moving.offload.warnings[0]  # type: ignore[union-attr]
+
+
 async def test_files_that_follow_the_image_have_distinct_names(source: Source) -> None:
     """A channel that failed may have written half of a stripe at the target, and may still be writing."""
     await source.out()

@@ -218,10 +218,12 @@ def test_keys_of_every_kind_sign(tmp_path: Path, kind: str) -> None:
 
 
 async def test_source_of_an_older_version_is_answered_so_that_it_uses_grpc(cluster: Cluster) -> None:
-    """It asks without `sealed`, and takes an Internal for a target that has no bulk connections."""
+    """It asks without `sealed`, and takes an Internal for a target that has no such connections."""
     await cluster.prepared(FRAME)
     with pytest.raises(Internal, match="older version"):
         await cluster.steps.open_image_channel(pb.OpenImageChannelRequest(move=MOVE), "node-9")
+    with pytest.raises(Internal, match="older version"):
+        await cluster.steps.open_device_channel(pb.OpenDeviceChannelRequest(move=MOVE, names=["device-1-0"]), "node-9")
     assert not cluster.steps.bulk_receivers.is_busy(MOVE)
     opened = await cluster.steps.open_image_channel(pb.OpenImageChannelRequest(move=MOVE, sealed=True), "node-9")
     assert opened.sealed

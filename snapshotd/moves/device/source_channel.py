@@ -56,10 +56,13 @@ class SourceChannel:
             names=self.names,
             expected_bytes=expected_bytes,
             plain=config.device_channel == "plain",
+            sealed=True,
         )
         try:
             async with self.node.client(begin.target_node, begin.target_endpoint) as client:
                 opened = await client.target.OpenDeviceChannel(request, timeout_s=OPEN_S)
+            if not opened.sealed:
+                raise Internal(f"{begin.target_node} has an older version, with other data connections")
             if opened.plain and not request.plain:
                 raise Internal(
                     f"{begin.target_node} wants device memory without encryption",
@@ -70,6 +73,7 @@ class SourceChannel:
                 opened.port,
                 opened.key,
                 begin.target_node,
+                self.node.credentials,
                 self.folder,
                 self.names,
                 encrypted=not opened.plain,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import SnapshotError, Usage
 from snapshotd.moves.device.stripe_files import NAME
 from snapshotd.transport.device.incoming import Incoming
@@ -14,8 +15,8 @@ from snapshotd.transport.device.stripe_names import MAX_STRIPES
 class DeviceChannels:
     """All channels of this node. Not thread-safe: belongs to one event loop."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = hosts
+    def __init__(self, hosts: Sequence[str], credentials: Credentials) -> None:
+        self._hosts, self._credentials = hosts, credentials
         self._open: dict[str, Incoming] = {}
 
     async def open(
@@ -35,6 +36,7 @@ class DeviceChannels:
             names,
             self._hosts,
             source_node,
+            self._credentials,
             encrypted=not plain,
             expected_bytes=expected_bytes,
         )

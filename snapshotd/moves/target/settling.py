@@ -56,7 +56,7 @@ class TargetSettling(Steps):
         self.forwarding = forwarding
         hosts = [split_address(address)[0] for address in (node.config.advertise, node.config.listen)]
         self.bulk_receivers = BulkReceivers(node.store, node.credentials, hosts)
-        self.device_channels = DeviceChannels(hosts)
+        self.device_channels = DeviceChannels(hosts, node.credentials)
 
     async def adopt_journal(self) -> None:
         """At start: takes up every unsettled move from before the restart; drops copies that cannot be completed."""

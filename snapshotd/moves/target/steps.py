@@ -164,8 +164,7 @@ class TargetSteps(TargetSettling):
         move = request.move
         self.authorise_source(move, caller)
         await reach(Point.RECEIVING)
-        if not request.sealed:
-            raise Internal(f"{caller} has an older version, with other bulk connections", remedy=protocol.REMEDY)
+        _must_be_sealed(request.sealed, caller)
         async with self.working_on(move, "stream") as moving:
             port, key = await in_thread(self.bulk_receivers.open, move, moving.log.begin.source_node)
         return pb.OpenImageChannelReply(port=port, key=key, sealed=True)
@@ -174,6 +173,7 @@ class TargetSteps(TargetSettling):
     async def open_device_channel(self, request: pb.OpenDeviceChannelRequest, caller: str) -> pb.OpenDeviceChannelReply:
         """Opens a port for the offloaded device memory of this move, with a key, until the rank runs here or is dropped."""
         self.authorise_source(request.move, caller)
+        _must_be_sealed(request.sealed, caller)
         async with self.working_on(request.move, "prepare", at={Mark.PREPARED}):
             plain = request.plain and self.node.config.device_channel == "plain"
             incoming = await self.device_channels.open(
@@ -185,7 +185,7 @@ class TargetSteps(TargetSettling):
                 expected_bytes=request.expected_bytes,
             )
             await in_thread(self.node.store.set_aside, request.move, request.names, request.expected_bytes)
-        return pb.OpenDeviceChannelReply(port=incoming.port, key=incoming.key, plain=plain)
+        return pb.OpenDeviceChannelReply(port=incoming.port, key=incoming.key, plain=plain, sealed=True)
 
     @step
     async def seal(self, request: pb.SealRequest, caller: str) -> pb.SealReply:
@@ -391,3 +391,9 @@ def _identity(facts: pb.RankFacts) -> Identity:
 def _prepared(move_log: MoveLog) -> pb.PrepareReply:
     pairs = [pb.GpuPair(old_uuid=old, new_uuid=new) for old, new in move_log.record.gpu_pairs]
     return pb.PrepareReply(nonce=move_log.nonce, gpu_pairs=pairs)
+
+
+def _must_be_sealed(sealed: bool, caller: str) -> None:
+    """Raises Internal if the source has other data connections: an older version, which then does without them."""
+    if not sealed:
+        raise Internal(f"{caller} has an older version, with other data connections", remedy=protocol.REMEDY)

@@ -1,6 +1,6 @@
 """The target's side of the device-memory channel: one port for a move, and one child process per stripe.
 
-Invariant: only announced names are written, and only by a peer that holds the channel's key, which the source alone received.
+Invariant: only announced names are written, and only by the move's source (handshake.py).
 A file's size is what is verified and stored. A broken connection may be replaced within LOST_S. After the first failure no
 file grows any more. `close` leaves no process, no socket, no thread and no task, and the files as they are.
 """
@@ -12,15 +12,16 @@ import logging
 import os
 import secrets
 import socket
+import ssl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from snapshotd.api.errors import Full, Internal, SnapshotError, Timeout, Unreachable
+from snapshotd.api.credentials import Credentials
+from snapshotd.api.errors import Denied, Full, Internal, SnapshotError, Timeout, Unreachable
 from snapshotd.runtime.blocking import in_thread
-from snapshotd.transport import sockets
-from snapshotd.transport.device.authentication import prove_target
+from snapshotd.transport import handshake
 from snapshotd.transport.device.child import Child, child_error
-from snapshotd.transport.device.stripe_names import checked
+from snapshotd.transport.device.stripe_names import checked, purpose_of
 from snapshotd.transport.keys import Keys
 from snapshotd.transport.listener import KEY_BYTES, MAX_PENDING, MoveListener
 
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 _RECEIVE = "snapshotd.transport.device.receive"
 #: How long a broken connection may take to be replaced.
 LOST_S = 10.0
+#: How long a peer that is refused may take to close its connection.
+_HANG_UP_S = 5.0
 
 
 class _Stripe:
@@ -49,17 +52,20 @@ class Incoming:
         names: Sequence[str],
         hosts: Sequence[str],
         source_node: str,
+        credentials: Credentials,
         loop: asyncio.AbstractEventLoop,
         *,
         encrypted: bool,
     ) -> None:
         """In a thread: resolving `hosts` may block."""
         self._stripes = [_Stripe(name) for name in checked(names)]
-        self._source_node, self._loop, self._encrypted = source_node, loop, encrypted
+        self._source_node, self._credentials, self._loop, self._encrypted = source_node, credentials, loop, encrypted
+        self._channel = f"device-memory channel from {source_node}"
         self._listener = MoveListener(
-            f"device-memory channel from {source_node}",
+            self._channel,
             hosts,
             self._admit,
+            tls=handshake.tls_context(credentials, server_side=True),
             max_pending=MAX_PENDING + len(names),
         )
         self.port = self._listener.port
@@ -74,6 +80,7 @@ class Incoming:
         names: Sequence[str],
         hosts: Sequence[str],
         source_node: str,
+        credentials: Credentials,
         *,
         encrypted: bool,
         expected_bytes: int = 0,
@@ -83,7 +90,8 @@ class Incoming:
         `expected_bytes`: the size of all stripes together, a hint for memory to reserve; Full if less is free."""
         checked(names)
         await in_thread(_check_room, folder, expected_bytes)
-        incoming = await in_thread(cls, names, hosts, source_node, asyncio.get_running_loop(), encrypted=encrypted)
+        loop = asyncio.get_running_loop()
+        incoming = await in_thread(cls, names, hosts, source_node, credentials, loop, encrypted=encrypted)
         try:
             for stripe in incoming._stripes:
                 settings = {"path": str(folder / stripe.name), "expected_bytes": expected_bytes // len(names)}
@@ -153,9 +161,16 @@ class Incoming:
     # ------------------------------------------------------------ connections
 
     def _admit(self, connection: socket.socket) -> None:
-        """Passes the connection to the child of its stripe, if the peer holds the key. In the connection's thread."""
-        names = [stripe.name for stripe in self._stripes]
-        number, keys = prove_target(connection, self.key, names, sockets.CONNECT_S)
+        """Passes the connection to the child of its stripe, if the peer is the source. In the connection's thread."""
+        assert isinstance(connection, ssl.SSLSocket)
+        try:
+            number = self._stripe_of(
+                handshake.prove_source(connection, self.key, self._credentials, self._source_node, self._channel)
+            )
+        except SnapshotError as error:
+            handshake.refuse(connection, error, _HANG_UP_S)
+            raise
+        keys = handshake.welcome(connection)
         connection.settimeout(None)
         # Detached: from here on it is `_hand_over` that closes it. The loop runs that before `close` returns.
         proven = socket.socket(fileno=connection.detach())
@@ -163,6 +178,13 @@ class Incoming:
             self._loop.call_soon_threadsafe(self._hand_over, proven, number, keys)
         except RuntimeError:  # the daemon is exiting, its loop is closed
             proven.close()
+
+    def _stripe_of(self, purpose: bytes) -> int:
+        """The number of the stripe that the source names. Denied if there is none: both sides must mean the same file."""
+        for number, stripe in enumerate(self._stripes):
+            if purpose == purpose_of(number, stripe.name):
+                return number
+        raise Denied(f"the {self._channel} has no stripe {purpose!r}")
 
     def _hand_over(self, connection: socket.socket, number: int, keys: Keys) -> None:
         child = self._stripes[number].child

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,15 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import Internal, SnapshotError, Unreachable
-from snapshotd.transport.device.authentication import prove_source
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport import handshake
 from snapshotd.transport.device.child import Child, child_error
-from snapshotd.transport.device.stripe_names import checked
+from snapshotd.transport.device.stripe_names import checked, purpose_of
 from snapshotd.transport.keys import Keys
 from snapshotd.transport.listener import KEY_BYTES
-from snapshotd.transport.sockets import CONNECT_S, tune
+from snapshotd.transport.sockets import CONNECT_S, hang_up, tune
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +78,20 @@ class _Stripe:
 class Outgoing:
     """The stripes of one move that are being sent. Used on the loop that created it."""
 
-    def __init__(self, host: str, port: int, key: bytes, node: str, names: Sequence[str], *, encrypted: bool) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        key: bytes,
+        node: str,
+        credentials: Credentials,
+        context: ssl.SSLContext,
+        names: Sequence[str],
+        *,
+        encrypted: bool,
+    ) -> None:
         self._host, self._port, self._key, self._node, self._encrypted = host, port, key, node, encrypted
+        self._credentials, self._context = credentials, context
         self._stripes = {name: _Stripe(number, name) for number, name in enumerate(checked(names))}
         self._tasks: list[asyncio.Task[None]] = []
         self._began_s: float | None = None
@@ -90,6 +105,7 @@ class Outgoing:
         port: int,
         key: bytes,
         node: str,
+        credentials: Credentials,
         folder: Path,
         names: Sequence[str],
         *,
@@ -98,7 +114,8 @@ class Outgoing:
         """Starts a child per name and connects it to the target `node`. The files need not exist yet. Unreachable, Denied."""
         if len(key) != KEY_BYTES:  # anybody holds an empty key
             raise Internal(f"node {node} sent a key of {len(key)} bytes for its device-memory channel, not {KEY_BYTES}")
-        outgoing = cls(host, port, key, node, names, encrypted=encrypted)
+        context = await in_thread(handshake.tls_context, credentials, server_side=False)
+        outgoing = cls(host, port, key, node, credentials, context, names, encrypted=encrypted)
         try:
             for stripe in outgoing._stripes.values():
                 stripe.child = await Child.start(_SEND, {"path": str(folder / stripe.name)}, [stripe.grown])
@@ -231,7 +248,7 @@ class Outgoing:
         raise AssertionError("tenacity ends with a value or an error")
 
     async def _reach(self, stripe: _Stripe) -> tuple[socket.socket, Keys]:
-        """A connection whose peer holds the channel's key, and the connection's own keys."""
+        """A connection whose peer is the target, and the connection's own keys."""
         where = f"node {self._node} at {self._host}:{self._port}"
         loop = asyncio.get_running_loop()
         try:
@@ -243,14 +260,29 @@ class Outgoing:
                     tune(connection)
                     connection.setblocking(False)
                     await loop.sock_connect(connection, address)
-                    keys = await prove_source(connection, self._key, stripe.number, stripe.name)
-                    connection.setblocking(True)
+                    connection.settimeout(CONNECT_S)
+                    return await self._join(connection, purpose_of(stripe.number, stripe.name))
                 except BaseException:
                     connection.close()
                     raise
         except TimeoutError as error:
             raise Unreachable(f"{where}: no answer within {CONNECT_S:.0f} s") from error
         except OSError as error:
-            why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own text names no cause
+            # asyncio's own text names no cause; the number of an SSLError is not one of the system's.
+            unnamed = not error.errno or isinstance(error, ssl.SSLError)
+            why = str(error) if unnamed else os.strerror(error.errno or 0)
             raise Unreachable(f"{where}: {why}") from error
-        return connection, keys
+
+    async def _join(self, connection: socket.socket, purpose: bytes) -> tuple[socket.socket, Keys]:
+        """The handshake, in a thread that ends at once if this is cancelled."""
+        with connection.dup() as same:
+            about = (self._key, self._context, self._credentials, self._node, purpose)
+            joining = asyncio.create_task(in_thread(handshake.join, connection, *about))
+            try:
+                return await asyncio.shield(joining)
+            except asyncio.CancelledError:
+                hang_up(same)
+                await asyncio.wait([joining])
+                if not joining.cancelled() and joining.exception() is None:
+                    joining.result()[0].close()
+                raise

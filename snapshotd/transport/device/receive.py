@@ -2,7 +2,7 @@
 
 Invariant: the file's size is the number of bytes that are verified and stored, so a reader may follow its growth. It only
 grows: a file of unexpected size has another writer, and is left alone. The newest connection wins: the daemon passes on only
-connections whose peer holds the channel's key, and a sender that connects again has given up its previous connection.
+connections from the move's source, and a sender that connects again has given up its previous connection.
 """
 
 from __future__ import annotations

@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from snapshotd.api.errors import Internal
 from snapshotd.transport.image.frame import IMAGE_NAME
 
-#: The number of a stripe is one byte of the greeting (authentication.py).
+#: The number of a stripe is one byte.
 MAX_STRIPES = 256
+
+
+def purpose_of(number: int, name: str) -> bytes:
+    """What the source sends to say which stripe a connection is for (handshake.py)."""
+    return bytes([number]) + name.encode()
 
 
 def checked(names: Sequence[str]) -> Sequence[str]:

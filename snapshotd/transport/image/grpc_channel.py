@@ -162,7 +162,7 @@ class PushCall:
         try:
             await self._call.write(frame.header())
             if frame.payload_bytes:
-                await self._call.write(frame.payload)
+                await self._call.write(memoryview(frame.payload))
         except CallEnded:
             return False
         return True

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import ssl
+import struct
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from migrator import pki
+from snapshotd.api.credentials import Credentials
+from snapshotd.transport import handshake
 from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.device.records import HEADER_BYTES, RECORD_BYTES
@@ -16,11 +21,7 @@ from snapshotd.transport.sealed import TAG_BYTES
 
 SOURCE, TARGET = "node-1", "node-2"
 MIB = 1 << 20
-#: What the source sends before its first record, and the target before its first reply: authentication.py.
-GREETING_BYTES = 40 + 32
-ANSWER_BYTES = 32 + 32
-
-#: (number of the connection, bytes passed before, these bytes) -> bytes to pass on; None: cut the connection here
+#: (number of the connection, bytes passed since TLS was left, these bytes) -> bytes to pass on; None: cut the connection here
 Alter = Callable[[int, int, bytes], bytes | None]
 
 
@@ -49,6 +50,11 @@ def children_of(parent: int) -> list[int]:
     return found
 
 
+def credentials_of(authority: Path, node: str) -> Credentials:
+    identity = pki.issue_node(authority, node)
+    return Credentials(identity.ca, identity.cert, identity.key)
+
+
 class Nodes:
     """Source and target, with a folder each."""
 
@@ -57,6 +63,12 @@ class Nodes:
         self.here.mkdir()
         self.there.mkdir()
         self.encrypted = encrypted
+        pki.init(folder / "ca")
+        self.source, self.target = (credentials_of(folder / "ca", node) for node in (SOURCE, TARGET))
+
+    def context(self) -> ssl.SSLContext:
+        """Of the source."""
+        return handshake.tls_context(self.source, server_side=False)
 
     def travels(self, *lengths: int) -> int:
         """The bytes that messages of these lengths take on the connection."""
@@ -64,7 +76,7 @@ class Nodes:
 
     def record(self, number: int) -> int:
         """The offset of a record in what the source sends, if all records before it were full ones with payload."""
-        return GREETING_BYTES + number * self.travels(HEADER_BYTES, RECORD_BYTES)
+        return number * self.travels(HEADER_BYTES, RECORD_BYTES)
 
     def fill(self, contents: Mapping[str, bytes]) -> dict[str, int]:
         for name, content in contents.items():
@@ -81,6 +93,7 @@ class Nodes:
             names,
             ["127.0.0.1"],
             SOURCE,
+            self.target,
             encrypted=self.encrypted,
             expected_bytes=expected_bytes,
         )
@@ -91,7 +104,9 @@ class Nodes:
 
     @asynccontextmanager
     async def outgoing(self, port: int, key: bytes, names: Sequence[str]) -> AsyncIterator[Outgoing]:
-        opened = await Outgoing.open("127.0.0.1", port, key, TARGET, self.here, names, encrypted=self.encrypted)
+        opened = await Outgoing.open(
+            "127.0.0.1", port, key, TARGET, self.source, self.here, names, encrypted=self.encrypted
+        )
         try:
             yield opened
         finally:
@@ -110,10 +125,12 @@ class Nodes:
 
 
 class Proxy:
-    """A TCP proxy in front of a port."""
+    """A TCP proxy in front of a port. It alters nothing of TLS, if that is `spared`."""
 
-    def __init__(self, port: int, alter: Alter | None = None, alter_back: Alter | None = None) -> None:
-        self._to, self._alter, self._alter_back = port, alter, alter_back
+    def __init__(
+        self, port: int, alter: Alter | None = None, alter_back: Alter | None = None, *, spared: bool = True
+    ) -> None:
+        self._to, self._alter, self._alter_back, self._spared = port, alter, alter_back, spared
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: list[asyncio.StreamWriter] = []
         self.connections = 0
@@ -170,18 +187,49 @@ class Proxy:
         back: bool,
     ) -> None:
         passed = 0
+        tls = Tls() if self._spared else None
         with contextlib.suppress(ConnectionError):
             while part := await reader.read(64 << 10):
-                goes_on = alter(number, passed, part) if alter is not None else part
+                shaking, part = tls.split(part) if tls is not None else (b"", part)
+                goes_on = alter(number, passed, part) if alter is not None and part else part
                 if goes_on is None:
                     self.cut()
                     return
                 passed += len(part)
                 if not (back and self.muted):
-                    writer.write(goes_on)
+                    writer.write(shaking + goes_on)
                     await writer.drain()
         if not self.silent:
             writer.close()
+
+
+class Tls:
+    """One direction of a connection that begins with TLS 1.3 and leaves it: an alert, the only record of this length."""
+
+    _HEADER = struct.Struct(">BHH")
+    _ALERT = (23, 19)  # application data; two bytes, the type of the content and a tag
+
+    def __init__(self) -> None:
+        self._unread = b""
+        self._left = False
+
+    def split(self, part: bytes) -> tuple[bytes, bytes]:
+        """(whole records of TLS, what follows TLS)."""
+        if self._left:
+            return b"", part
+        self._unread += part
+        end = 0
+        while not self._left and len(self._unread) >= end + self._HEADER.size:
+            kind, _, length = self._HEADER.unpack_from(self._unread, end)
+            if len(self._unread) < end + self._HEADER.size + length:
+                break
+            end += self._HEADER.size + length
+            self._left = (kind, length) == self._ALERT
+        records, self._unread = self._unread[:end], self._unread[end:]
+        if not self._left:
+            return records, b""
+        rest, self._unread = self._unread, b""
+        return records, rest
 
 
 def flip(at: int) -> Alter:

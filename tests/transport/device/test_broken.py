@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -20,12 +21,12 @@ from snapshotd.api.errors import Damaged, Full, Internal, SnapshotError, Unreach
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.device.child import Child
 from snapshotd.transport.device.connection import read_reply
+from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.device.records import HEADER_BYTES, REPLY_BYTES, Kind, Record, reply
 from snapshotd.transport.sealed import TAG_BYTES, Connection
 from tests.transport.device.channel import (
-    ANSWER_BYTES,
-    GREETING_BYTES,
     MIB,
+    TARGET,
     Alter,
     Nodes,
     Proxy,
@@ -127,7 +128,7 @@ async def test_connection_may_break_three_times(nodes: Nodes) -> None:
 
 @pytest.mark.usefixtures("impatient")
 async def test_connection_that_breaks_every_time_is_unreachable(nodes: Nodes) -> None:
-    async with nodes.both(["a"], cut_at(GREETING_BYTES + 20_000, 99)) as (incoming, outgoing, proxy):
+    async with nodes.both(["a"], cut_at(20_000, 99)) as (incoming, outgoing, proxy):
         outgoing.finish(SIZES)
         with pytest.raises(Unreachable, match="a to node node-2: "):
             await outgoing.wait()
@@ -151,6 +152,25 @@ async def test_target_that_is_gone_is_unreachable(nodes: Nodes) -> None:
     with pytest.raises(Unreachable, match="node node-2 at 127"):
         async with nodes.outgoing(proxy.port, incoming.key, ["a"]):
             pass
+
+
+async def test_opening_is_cancelled_at_once_although_the_target_is_silent(
+    plain: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("snapshotd.transport.device.outgoing.CONNECT_S", 600.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        opening = asyncio.create_task(
+            Outgoing.open(
+                *("127.0.0.1", server.getsockname()[1], bytes(32), TARGET, plain.source, plain.here, ["a"]),
+                encrypted=False,
+            )
+        )
+        accepted, _ = await in_thread(server.accept)
+        with accepted:
+            assert await in_thread(accepted.recv, 1) == b"\x16"  # the handshake has begun
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(opening, 60)
 
 
 async def test_sender_that_missed_the_confirmation_gets_it_again(nodes: Nodes) -> None:
@@ -276,7 +296,7 @@ async def test_stripe_without_end_record_is_not_done(nodes: Nodes) -> None:
 
     def cut_the_end(number: int, passed: int, part: bytes) -> bytes | None:
         if number:
-            return cut_at(GREETING_BYTES, 99)(number, passed, part)
+            return cut_at(0, 99)(number, passed, part)
         return part[: max(0, end - passed)]
 
     async with nodes.both(["a"], cut_the_end) as (incoming, outgoing, proxy):
@@ -292,7 +312,7 @@ async def test_stripe_without_end_record_is_not_done(nodes: Nodes) -> None:
 
 
 async def test_altered_first_reply_is_rejected(nodes: Nodes) -> None:
-    async with nodes.incoming(["a"]) as incoming, Proxy(incoming.port, None, flip(ANSWER_BYTES)) as proxy:
+    async with nodes.incoming(["a"]) as incoming, Proxy(incoming.port, None, flip(0)) as proxy:
         with pytest.raises(Damaged, match="failed authentication" if nodes.encrypted else "invalid reply"):
             async with nodes.outgoing(proxy.port, incoming.key, ["a"]):
                 pass
@@ -302,7 +322,7 @@ async def test_altered_first_reply_is_rejected(nodes: Nodes) -> None:
 @pytest.mark.parametrize("position", [0, REPLY_BYTES - 1])
 async def test_altered_confirmation_is_requested_again(encrypted: Nodes, position: int) -> None:
     encrypted.fill({"a": CONTENT})
-    done = ANSWER_BYTES + encrypted.travels(REPLY_BYTES)
+    done = encrypted.travels(REPLY_BYTES)
     async with encrypted.both(["a"], None, flip(done + position)) as (incoming, outgoing, proxy):
         outgoing.finish(SIZES)
         assert (await outgoing.wait()).bytes == len(CONTENT)
@@ -312,13 +332,13 @@ async def test_altered_confirmation_is_requested_again(encrypted: Nodes, positio
 
 @pytest.mark.parametrize("said", [reply(Kind.DONE, len(CONTENT)), bytes(REPLY_BYTES)], ids=["done", "zeros"])
 async def test_forged_confirmation_is_rejected(encrypted: Nodes, said: bytes) -> None:
-    """An attacker passes on the proofs and the first reply, keeps the records, and forges DONE."""
+    """An attacker passes on the handshake and the first reply, keeps the records, and forges DONE."""
     encrypted.fill({"a": CONTENT})
-    first_reply = ANSWER_BYTES + encrypted.travels(REPLY_BYTES)
+    first_reply = encrypted.travels(REPLY_BYTES)
     async with encrypted.incoming(["a"]) as incoming:
 
-        def keep(_number: int, passed: int, part: bytes) -> bytes:
-            return part[: max(0, GREETING_BYTES - passed)]
+        def keep(_number: int, _passed: int, _part: bytes) -> bytes:
+            return b""
 
         def answer(_number: int, passed: int, part: bytes) -> bytes:
             return part + said + bytes(TAG_BYTES) if passed + len(part) == first_reply else part
@@ -430,9 +450,9 @@ async def test_output_of_a_hanging_child_is_quoted(plain: Nodes, monkeypatch: py
         await child.close()
 
 
-def test_children_die_with_their_daemon(plain: Nodes) -> None:
+def test_children_die_with_their_daemon(tmp_path: Path) -> None:
     daemon = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("daemon.py")), str(plain.here), str(plain.there)],
+        [sys.executable, "-m", "tests.transport.device.daemon", str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[3],

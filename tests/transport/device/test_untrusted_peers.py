@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import resource
@@ -10,6 +11,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from snapshotd.api.errors import Damaged, Denied, Internal, Unreachable
 from snapshotd.runtime.blocking import in_thread
-from snapshotd.transport.device.authentication import prove_source, prove_target
+from snapshotd.transport import handshake
 from snapshotd.transport.device.connection import SealedStripe, read_reply
 from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.records import (
@@ -35,13 +37,12 @@ from snapshotd.transport.device.records import (
     parse_reply,
     reply,
 )
-from snapshotd.transport.keys import Keys
+from snapshotd.transport.device.stripe_names import purpose_of
 from snapshotd.transport.listener import KEY_BYTES
 from snapshotd.transport.sealed import Connection
-from tests.transport.device.channel import Nodes, noise, until
+from tests.transport.device.channel import TARGET, Nodes, credentials_of, noise, until
 
 HELLO = b"hello"
-CHANNEL_KEY = secrets.token_bytes(KEY_BYTES)
 
 
 @asynccontextmanager
@@ -65,8 +66,12 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 async def admitted(nodes: Nodes, incoming: Incoming, plain: socket.socket) -> Connection:
-    keys = await prove_source(plain, incoming.key, 0, "a")
-    plain.settimeout(30)
+    plain.settimeout(60)
+    with plain.dup() as same:
+        about = (nodes.context(), nodes.source, TARGET, purpose_of(0, "a"))
+        joined, keys = await in_thread(handshake.join, same, incoming.key, *about)
+        joined.close()
+    plain.settimeout(60)
     connection = SealedStripe(plain, keys) if nodes.encrypted else Connection(plain)
     assert await in_thread(read_reply, connection) == (Kind.HAVE, 0)
     return connection
@@ -86,16 +91,31 @@ async def arrives(nodes: Nodes, incoming: Incoming) -> None:
 # ---------------------------------------------------------------- the key
 
 
-async def test_target_with_another_key_is_denied(nodes: Nodes) -> None:
+async def test_source_without_the_key_is_denied(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
     async with nodes.incoming(["a"]) as incoming:
-        with pytest.raises(Denied, match="does not hold the key"):
+        with pytest.raises(Denied, match="that is not the key of the device-memory channel"):
             async with nodes.outgoing(incoming.port, secrets.token_bytes(KEY_BYTES), ["a"]):
                 pass
+        assert "is rejected: that is not the key" in caplog.text
         await arrives(nodes, incoming)
 
 
-def greeting(stripe: int = 0) -> bytes:
-    return b"SNSK" + bytes([2, stripe, 0, 0]) + secrets.token_bytes(32)
+async def test_another_node_is_denied_although_it_has_the_key(plain: Nodes, tmp_path: Path) -> None:
+    async with plain.incoming(["a"]) as incoming:
+        genuine, plain.source = plain.source, credentials_of(tmp_path / "ca", "node-3")
+        with pytest.raises(Denied, match="node:node-3 is not the source of the device-memory channel"):
+            async with plain.outgoing(incoming.port, incoming.key, ["a"]):
+                pass
+        plain.source = genuine
+        await arrives(plain, incoming)
+
+
+async def test_target_that_is_another_node_is_unreachable(plain: Nodes, tmp_path: Path) -> None:
+    plain.target = credentials_of(tmp_path / "ca", "node-3")
+    async with plain.incoming(["a"]) as incoming:
+        with pytest.raises(Unreachable, match="not valid for 'node-2'"):
+            async with plain.outgoing(incoming.port, incoming.key, ["a"]):
+                pass
 
 
 async def closed_by_target(connection: socket.socket) -> None:
@@ -109,52 +129,28 @@ async def closed_by_target(connection: socket.socket) -> None:
 
 async def test_nodes_with_different_stripe_names_are_denied(plain: Nodes) -> None:
     async with plain.incoming(["a", "b"]) as incoming:
-        with pytest.raises(Denied, match=r"does not hold the key of [ab]"):
-            async with plain.outgoing(incoming.port, incoming.key, ["b", "a"]):
-                pass
-
-
-async def test_source_without_the_key_is_rejected(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
-    loop = asyncio.get_running_loop()
-    async with nodes.incoming(["a"]) as incoming:
-        async with connected(incoming.port) as connection:
-            await loop.sock_sendall(connection, greeting())
-            assert len(await loop.sock_recv(connection, 1000)) == 64
-            await loop.sock_sendall(connection, secrets.token_bytes(32))
-            await closed_by_target(connection)
-        assert "the peer does not hold the key" in caplog.text
-        await arrives(nodes, incoming)
-
-
-async def test_reflected_proof_is_rejected(plain: Nodes, caplog: pytest.LogCaptureFixture) -> None:
-    """A peer that only sends back what the target sent."""
-    loop = asyncio.get_running_loop()
-    async with plain.incoming(["a"]) as incoming, connected(incoming.port) as connection:
-        await loop.sock_sendall(connection, greeting())
-        answer = await loop.sock_recv(connection, 1000)
-        await loop.sock_sendall(connection, answer[32:])
-        await closed_by_target(connection)
-        assert "does not hold the key" in caplog.text
+        for names in (["b", "a"], ["a", "b", "c"], ["a", "c"]):
+            with pytest.raises(Denied, match="has no stripe"):
+                async with plain.outgoing(incoming.port, incoming.key, names):
+                    pass
 
 
 @pytest.mark.parametrize(
-    ("sent", "why"),
-    [
-        (b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n", "is not a greeting"),
-        (b"\x16\x03\x01" + bytes(100), "is not a greeting"),
-        (greeting(1), "there is no stripe 1"),
-        (greeting(255), "there is no stripe 255"),
-    ],
-    ids=["http", "tls", "one too many", "many too many"],
+    "sent",
+    [b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n", b"\x16\x03\x01" + bytes(100), bytes(100)],
+    ids=["http", "tls", "zeros"],
 )
-async def test_malformed_greeting_is_logged_and_rejected(
-    plain: Nodes, caplog: pytest.LogCaptureFixture, sent: bytes, why: str
+async def test_peer_that_does_not_shake_hands_is_logged_and_rejected(
+    plain: Nodes, caplog: pytest.LogCaptureFixture, sent: bytes
 ) -> None:
+    loop = asyncio.get_running_loop()
     async with plain.incoming(["a"]) as incoming:
         async with connected(incoming.port) as connection:
-            await asyncio.get_running_loop().sock_sendall(connection, sent)
-            await closed_by_target(connection)
-        assert why in caplog.text
+            await loop.sock_sendall(connection, sent)
+            with contextlib.suppress(ConnectionResetError):
+                while await asyncio.wait_for(loop.sock_recv(connection, 1000), 60):  # an alert
+                    pass
+        await until(lambda: "is rejected" in caplog.text)
         await arrives(plain, incoming)
 
 
@@ -207,30 +203,6 @@ async def test_connection_that_waited_for_a_descriptor_is_admitted(
 
 
 # ---------------------------------------------------------------- encryption
-
-
-async def proven(name: str = "a") -> tuple[Keys, Keys]:
-    """The keys that both sides derive for a connection: the source's, the target's."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        sources, (_, targets) = await asyncio.gather(
-            prove_source(ours, CHANNEL_KEY, 0, name), in_thread(prove_target, theirs, CHANNEL_KEY, [name], 30.0)
-        )
-    return sources, targets
-
-
-async def test_every_connection_and_direction_has_its_own_key() -> None:
-    seen: set[bytes] = {CHANNEL_KEY}
-    for _ in range(3):
-        sources, targets = await proven()
-        assert (sources.sends, sources.reads) == (targets.reads, targets.sends)
-        for key in (sources.sends, sources.reads):
-            assert len(key) == 32
-            assert key not in seen
-            seen.add(key)
-        assert sources.sends.hex() not in repr(sources)
-        assert Keys.of(sources.message()) == sources
 
 
 async def test_encrypted_and_plain_nodes_do_not_connect(nodes: Nodes) -> None:
