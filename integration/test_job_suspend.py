@@ -168,6 +168,25 @@ def test_ddp_job_is_suspended_and_resumed_elsewhere_also_if_daemons_and_drivers_
     assert _images(nodes) == []
 
 
+def _give_up_a_job(nodes: Cluster) -> None:
+    """Its launcher, which waits on another node than the one with the image, ends as if the rank were killed, as soon as the
+    daemon there is back."""
+    job = nodes.workload(ONE, "chain.py")
+    job.await_lines(3)
+    nodes.move(job, SPARE)
+    _job(nodes, "suspend", job.name)
+    listed = next(one for one in _job(nodes, "list")["jobs"] if one["job"] == job.name)
+    assert (listed["state"], listed["rank_count"]) == ("suspended", 1)
+    assert listed["image_bytes"] > 0
+    nodes.lab.kill_daemon(ONE)
+    assert _job(nodes, "drop", job.name, "--yes", expect=12)["error"] == "unreachable", "it may know another such job"
+    assert _job(nodes, "drop", listed["record"], "--yes")["waiting_for"] == []
+    assert job.process.poll() is None
+    nodes.lab.start_daemon(ONE, timeout_s=PATIENCE_S)
+    assert job.finish() == -signal.SIGKILL, nodes.logs()
+    assert _settled(nodes) == "running"
+
+
 def test_single_rank_is_suspended_resumed_where_it_was_and_moved(nodes: Cluster) -> None:
     job = nodes.workload(ONE, "chain.py")
     job.await_lines(3)
@@ -184,4 +203,5 @@ def test_single_rank_is_suspended_resumed_where_it_was_and_moved(nodes: Cluster)
     assert job.finish() == 0, nodes.logs()
     command = [sys.executable, str(WORKLOADS / "chain.py"), "--steps", str(len(job.lines()) - 1), "--pace-s", "0"]
     assert job.text() == subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    _give_up_a_job(nodes)
     until("nothing to be left", lambda: not nodes.leftovers() and not _images(nodes))
