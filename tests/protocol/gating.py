@@ -150,7 +150,7 @@ class Gating(Peering):
 
     def put_back(self, node: str, move: str, record: Record) -> None:
         """Restores the communicator after ABORT, when the rank runs here again with its gate closed."""
-        if not record.detached_on or record.abandoned:
+        if not record.detached or record.abandoned:
             return
         if not record.copy_exists:
             self.abandon(node, move, record)

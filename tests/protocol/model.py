@@ -62,9 +62,10 @@ class Model(Settling):
 
     def on_detach(self, node: str, move: str) -> Answer:
         record = self.undecided(node, move, Mark.BEGUN)
-        if record.copy is not None and not record.detached_on:
+        if record.copy is not None and not record.detached:
             self.still_closed(node, move)
             self.event(node, "note the members")
+            record.detached = True
             record.detached_on = tuple(peer for peer in self.peers if (peer, gate_of(move)) in self.journal)
         try:
             self.take_down(node, move, record)

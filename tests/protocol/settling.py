@@ -120,7 +120,7 @@ class Settling(Gating):
 
     def attach_late(self, node: str, move: str, record: Record) -> None:
         """The driver may not have come to Attach: builds it with the target's copy, unless a member has ended."""
-        if record.detached_on and not record.abandoned:
+        if record.detached and not record.abandoned:
             try:
                 self.build(node, move, record, record.peer)
             except Refused:

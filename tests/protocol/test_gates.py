@@ -150,3 +150,13 @@ def test_model_detects_a_communicator_change_with_an_open_gate() -> None:
     scene = Scene({}, ticking=False)
     with scene.model.acting(PEER), pytest.raises(Broken, match="behind an open gate"):
         scene.model.change(PEER, scene.model.programs[PEER], 0)
+
+
+def test_rank_that_is_the_only_member_left_gets_its_communicator_back() -> None:
+    """The other member's node reboots before the gates are closed, and the move is undone after the rank was detached."""
+    undisturbed = Scene({}, ticking=False)
+    undisturbed.move.run()
+    event = undisturbed.model.labels.index("driver: PrepareDevice asked") + 1
+    scene = Scene({event: "peer node reboots"}, ticking=False, soon=True).play()
+    assert "home: take the communicator down" in scene.model.labels
+    scene.judge()

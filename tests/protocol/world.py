@@ -51,6 +51,7 @@ class Record:
     copy: Copy | None = None
     rewires: tuple[str, ...] = ()  # the peers whose connections are, or may be, filtered here
     target: str = ""  # peer, gate: the target of the move; `peer` is then the source
+    detached: bool = False  # source: the communicator is, or may be, taken down; its rank may be the only member left
     detached_on: tuple[str, ...] = ()  # source: peers whose members of the communicator are, or may be, taken down
     abandoned: bool = False  # the communicator stays down where it is down: the job gets errors
     lease_until_s: float = 0.0
