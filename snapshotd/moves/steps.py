@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
-from snapshotd.api.errors import Changed, NotFound, Refused, SnapshotError, Undone, WrongState
+from snapshotd.api.errors import Changed, NotFound, Refused, SnapshotError, Undone, Where, WrongState
 from snapshotd.moves.journal import Journal, MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.rules import Mark
@@ -98,7 +98,10 @@ class Steps:
                 try:
                     yield moving
                 except Refused as error:
-                    raise late(error) from error
+                    raise _placed(late(error), moving.log) from error
+                except SnapshotError as error:
+                    _placed(error, moving.log)
+                    raise
 
     @asynccontextmanager
     async def ending(self, moving: Moving, phase: str) -> AsyncIterator[None]:
@@ -130,6 +133,14 @@ def late(refusal: Refused) -> SnapshotError:
     the check."""
     kind = Changed if isinstance(refusal, Changed) else Undone
     return kind(f"refused after preflight: {refusal.message}", remedy=refusal.advice, where=refusal.where)
+
+
+def _placed(error: SnapshotError, move_log: MoveLog) -> SnapshotError:
+    """The same error. A rank that is resumed with its job has no frozen process on a source: its image is there."""
+    resumed = move_log.begin.role == "target" and move_log.begin.coordinator
+    if resumed and error.where is Where.SOURCE_FROZEN:
+        error.where = Where.SUSPENDED
+    return error
 
 
 def must_be_at(moving: Moving, at: Collection[Mark], otherwise: str = "") -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd.api.errors import Changed, NotFound, Refused, SnapshotError, Undone, Where, WrongState
+from snapshotd.api.errors import Changed, CriuFailed, NotFound, Refused, SnapshotError, Undone, Where, WrongState
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.record import Begin
@@ -15,7 +15,7 @@ from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.moves.steps import Steps, settle_loop, step
 from snapshotd.proc import host
 
-MOVE = "m-0123456789ab"
+MOVE, OTHER = "m-0123456789ab", "m-0123456789ac"
 
 
 class Source(Steps):
@@ -81,6 +81,21 @@ async def test_refusal_of_a_changed_rank_is_known_as_such_by_the_driver(source: 
     with pytest.raises(SnapshotError, match="refused after preflight: new-files: one more") as caught:
         await source.find_changed(MOVE)
     assert (caught.value.code, caught.value.where) == (Changed.code, Where.SOURCE_FROZEN)
+
+
+@pytest.mark.parametrize("error", [Refused, CriuFailed])
+async def test_rank_that_is_resumed_is_suspended_after_a_failure_and_not_frozen(
+    tmp_path: Path, error: type[SnapshotError]
+) -> None:
+    steps = Steps(Journal(tmp_path))
+    steps.role = "target"
+    names = ("target", "job-0", "job", 0, "a", "a:1", "b", "b:1", "00" * 32, host.boot_id(), 1.0)
+    for move, coordinator, where in ((MOVE, "", Where.SOURCE_FROZEN), (OTHER, "m-ba9876543210", Where.SUSPENDED)):
+        steps.journal.begin(Begin(move, *names, coordinator=coordinator)).mark(Mark.SEALED)
+        with pytest.raises(SnapshotError) as caught:
+            async with steps.working_on(move, "restore"):
+                raise error("it cannot be restored", where=Where.SOURCE_FROZEN)
+        assert caught.value.where is where
 
 
 async def test_step_of_a_move_that_has_ended_is_rejected(source: Source) -> None:
