@@ -8,13 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.moves import stopping
 from snapshotd.moves.rules import Mark
 from tests.moves.test_coordinator import RECORD, Daemon, suspension
 
 
-async def test_records_of_jobs_are_undone_before_ranks_and_other_nodes_learn_it(tmp_path: Path) -> None:
+async def test_records_of_jobs_are_undone_before_ranks_and_other_nodes_learn_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "LEARN_S", 60.0)
     daemon = Daemon(tmp_path)
     await daemon.steps.begin(suspension())
     daemon.stored = {part.move: pb.Outcome(stored=True) for part in suspension().participants}
