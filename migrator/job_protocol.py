@@ -44,7 +44,8 @@ image, and a target that holds a copy, ask the coordinator and wait as long as i
 - *A node*: before COMMIT of the suspension its rank has ended, as without us. A suspended job survives the reboot of any
   node except the home node of a rank, whose keeper and launcher end with it. After COMMIT of the resumption, a node that
   dies takes its ranks with it.
-- *Home keeper*: before COMMIT of the suspension, Commit is refused and its rank ends. Later the rank ends when it is resumed.
+- *Home keeper*: before COMMIT of the suspension, Commit is refused and its rank ends. Later the job is not resumed any more:
+  preflight asks each home node. `migrator job drop` gives it up, and ends the home keepers that are left.
 - A coordinator's or store's node that never returns: the images of its ranks are lost, and the job cannot be resumed.
 
 This file is pure: no I/O, no clock. `snapshotd/moves/job_rules.py` has the daemons' rules. `tests/protocol/test_jobs.py`

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from migrator.cli import job
 from migrator.jobs import finding
 from migrator.jobs.finding import JobEntry, find_droppable, find_suspended
 from snapshotd.api import snapshotd_pb2 as pb
@@ -78,3 +79,32 @@ async def test_drop_by_name_needs_all_nodes(known: Known) -> None:
         await find_droppable(CLUSTER, "night", None)
     assert (await find_droppable(CLUSTER, FIRST, None))[1].record == FIRST
     assert (await find_suspended(CLUSTER, "night", None))[1].record == FIRST
+
+
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        ({"outcome": pb.UNDECIDED, "ended_unix_s": 0.0}, "suspending"),
+        ({}, "suspended"),
+        ({"outcome": pb.ABORT, "ended_unix_s": 0.0}, "undoing"),
+        ({"outcome": pb.ABORT}, "undone"),
+        ({"suspension": SECOND, "ended_unix_s": 0.0}, "resuming"),
+        ({"suspension": SECOND}, "resumed"),
+        ({"ended_by": SECOND}, "resumed"),
+        ({"ended_by": "dropped: given up", "ended_unix_s": 0.0}, "dropping"),
+        ({"ended_by": "dropped: given up"}, "dropped"),
+    ],
+)
+def test_list_names_the_state(fields: dict[str, Any], state: str) -> None:
+    assert job._state(entry(FIRST, **fields)) == state
+
+
+def test_list_shows_the_size_of_the_images_and_the_number_of_ranks() -> None:
+    parts = [pb.Participant(rank=rank, rank_uid=f"night-{rank}", node=f"node-{rank}") for rank in (0, 1)]
+    sizes = {("node-0", "night-0"): 5 << 20, ("node-1", "night-1"): 1 << 20, ("node-2", "night-1"): 9}
+    suspended = entry(FIRST, participants=parts, ranks=2)
+    row = dict(zip(job.HEADS, job._row(suspended, sizes), strict=True))
+    assert (row["SIZE"], row["RANKS"], row["IMAGES ON"]) == ("6.3 MB", "2", "node-0,node-1")
+    assert job._to_json(suspended, sizes)["image_bytes"] == 6 << 20
+    ended = dict(zip(job.HEADS, job._row(entry(FIRST, ended_by=SECOND, ranks=2), sizes), strict=True))
+    assert (ended["SIZE"], ended["RANKS"], ended["IMAGES ON"]) == ("-", "2", "-")

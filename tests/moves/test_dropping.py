@@ -15,6 +15,7 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, Unreachable, WrongState
+from snapshotd.moves.jobs import coordinator, dropping
 from snapshotd.moves.jobs.coordinator import is_needed
 from snapshotd.moves.rules import Mark
 from tests.moves.test_coordinator import FIRST, RECORD, Daemon, resumption, suspension
@@ -101,6 +102,25 @@ async def test_drop_goes_on_after_a_restart_of_the_coordinator(daemon: Lossy, tm
     assert again.mark(RECORD) is Mark.SETTLED
     assert not (await again.steps.drop(RECORD, "again")).waiting_for, "idempotent"
     await again.stop()
+
+
+async def test_drop_is_answered_while_nodes_are_still_at_work(daemon: Lossy, monkeypatch: pytest.MonkeyPatch) -> None:
+    await daemon.suspend()
+    at_work = asyncio.Event()
+
+    async def drop(*arguments: Any, **more: Any) -> list[str]:
+        await at_work.wait()
+        return []
+
+    monkeypatch.setattr(dropping, "drop", drop)
+    monkeypatch.setattr(coordinator, "ANSWER_S", 0.05)
+    assert list((await daemon.steps.drop(RECORD, "given up")).waiting_for) == [
+        "large images: their nodes are still at work"
+    ]
+    assert daemon.mark(RECORD) is not Mark.SETTLED
+    at_work.set()
+    await daemon.settle(RECORD)
+    assert daemon.mark(RECORD) is Mark.SETTLED
 
 
 async def test_drop_ends_a_suspension_that_a_node_has_forgotten(daemon: Lossy) -> None:

@@ -20,6 +20,7 @@ from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.proc import host
 from snapshotd.transport.image.store import ImageStore
 from tests.moves.test_home_keepers import META, until_told
 
@@ -150,3 +151,15 @@ async def test_home_keeper_is_told_only_if_the_job_was_given_up(store: Store, gi
     assert store.told == (["night-1"] if given_up else [])
     assert store.left() == set()
     await images.home_keepers.stop()
+
+
+async def test_image_survives_a_reboot(store: Store) -> None:
+    """A daemon after the reboot reads journal and image from the disk: the rank is listed, described, and what was stored."""
+    assert store.suspend(FIRST).begin.boot_id != host.boot_id()
+    store.journal = Journal(store.folder)
+    images = store.images()
+    images.adopt()
+    assert [rank.uid for rank in await images.ranks()] == ["night-1"]
+    assert (await images.describe(FIRST)).facts.rank.home_node == "node-2"
+    files = stored.verified(store.folder / "suspended" / FIRST, store.journal.get(FIRST))
+    assert [path.name for path in files] == ["core.img", description.FILE]

@@ -30,6 +30,8 @@ from snapshotd.runtime.faults import Point, reach
 log = logging.getLogger(__name__)
 
 ASK_S = 10.0
+#: When an operator who drops a job gets an answer at the latest. It takes seconds to remove a large image.
+ANSWER_S = 30.0
 AGAIN_S = 1.0
 MAX_RANKS = 1 << 16
 #: How long a resumption that is committed has at least to be carried out before an operator may drop its images.
@@ -181,10 +183,13 @@ class JobSteps(Steps):
             if moving.log.last_mark is not Mark.SETTLED and record not in self.moves:
                 self._follow_record(moving)
             try:
-                await self.settle_once(moving)
+                async with asyncio.timeout(ANSWER_S):
+                    await self.settle_once(moving)
             except NotDropped as error:
                 moving.waiting_for = error.message
                 return pb.DropImageReply(waiting_for=error.left)
+            except TimeoutError:
+                return pb.DropImageReply(waiting_for=["large images: their nodes are still at work"])
             return pb.DropImageReply()
 
     def _may_drop(self, suspension: MoveLog) -> bool:
