@@ -30,7 +30,8 @@ def add(verbs: arguments.Verbs) -> None:
             "  migrator recover\n"
             "  migrator recover m-0123456789ab\n"
             "  migrator recover m-0123456789ab --source-is-dead     the source node is permanently down\n"
-            "  migrator recover m-0123456789ab --member-is-dead node-7     node-7, which has another rank of the job, is too"
+            "  migrator recover m-0123456789ab --member-is-dead node-7     node-7, which has another rank of the NCCL job, is"
+            " permanently down"
         ),
     )
     parser.add_argument(
