@@ -47,19 +47,31 @@ enum snapshim_command {
 	/* Device memory that the shim backs, in libsnapshim-offload.so (shim/README.md, "Device memory"); ENOSYS in the
 	 * other. argument[0]: milliseconds. */
 	SNAPSHIM_MEMORY_OPEN = 32,  /* result[0]: a descriptor: the daemon's socket of a fresh pair */
-	/* argument[1]: stripes, [2]: bytes of a slot; result[0]: bytes that OFFLOAD or FILL will copy */
+	/* argument[1]: stripes, [2]: bytes of a slot, [3]: 1: for HAND_OVER or TAKE_BACK, which need no files, and keep the socket;
+	 * result[0]: bytes that OFFLOAD or FILL will copy */
 	SNAPSHIM_MEMORY_READY = 33,
-	SNAPSHIM_MEMORY_OFFLOAD = 34,  /* only while the job is parked; result[0]: bytes, [1]: nanoseconds of copying */
-	SNAPSHIM_MEMORY_FILL = 35,  /* result as of OFFLOAD */
-	SNAPSHIM_MEMORY_DROP = 36,  /* releases what OPEN and READY made */
+	SNAPSHIM_MEMORY_OFFLOAD = 34, /* only while the job is parked; result[0]: bytes, [1]: nanoseconds of copying */
+	SNAPSHIM_MEMORY_FILL = 35, /* result as of OFFLOAD */
+	SNAPSHIM_MEMORY_DROP = 36, /* releases what OPEN and READY made */
+	/* Instead of OFFLOAD: sends descriptors of the physical memory over the socket, and releases it; result[0]: bytes. EXDEV:
+	 * some of it cannot be exported, and nothing was released. An older library does not know it */
+	SNAPSHIM_MEMORY_HAND_OVER = 37,
+	SNAPSHIM_MEMORY_TAKE_BACK = 38, /* instead of FILL: maps the memory whose descriptors come over the socket */
+};
+
+/* HAND_OVER sends one for each descriptor, and a last one without. */
+struct snapshim_held_block {
+	uint64_t address, bytes; /* bytes: 0: the last */
+	int32_t device; /* as the process numbers them */
+	uint32_t unused;
 };
 
 /* Pids and thread ids are those of the process's own pid namespace. The daemon writes command, argument and, last,
  * request. */
 struct snapshim_mailbox {
-	char magic[8];           /* SNAPSHIM */
+	char magic[8]; /* SNAPSHIM */
 	uint32_t abi;
-	uint32_t size;           /* of this struct, in bytes */
+	uint32_t size; /* of this struct, in bytes */
 	int32_t owner; /* the process that the control thread belongs to; in a forked child's copy its parent, or 0 */
 	int32_t thread; /* the control thread */
 	int32_t probe; /* the thread that tries the allocator's and the loader's locks; 0 before the first PARK */

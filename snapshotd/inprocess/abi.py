@@ -36,6 +36,8 @@ class Command(enum.IntEnum):
     MEMORY_OFFLOAD = 34
     MEMORY_FILL = 35
     MEMORY_DROP = 36
+    MEMORY_HAND_OVER = 37
+    MEMORY_TAKE_BACK = 38
 
 
 class Offset(enum.IntEnum):

@@ -94,10 +94,12 @@ static bool files_suffice(void)
 	return suffice;
 }
 
-static int offload_memory(int64_t until_ns)
+/* What precedes OFFLOAD and HAND_OVER. After EAGAIN and EBUSY everything that READY made is kept. */
+static int begin(int64_t until_ns, bool *may_retry)
 {
 	int status;
 
+	*may_retry = true;
 	if (LOAD(&snapshim_mailbox.device_offloaded))
 		return refuse(EALREADY, "the memory is offloaded already");
 	if (!LOAD(&snapshim_mailbox.parked))
@@ -112,16 +114,17 @@ static int offload_memory(int64_t until_ns)
 		status = prepare_all(until_ns);
 	if (status == EAGAIN)
 		return status;
+	*may_retry = false;
 	if (!status)
 		status = explain(workers_run(1, drop_freed, until_ns));
-	if (!status) {
+	if (!status)
 		mark_striped(true);
-		if (!files_suffice()) {
-			mark_striped(false);
-			return refuse(EFBIG, "there is more device memory than the stripe files have room for");
-		}
-		status = copy(copy_out, until_ns);
-	}
+	return status;
+}
+
+/* What follows OFFLOAD and HAND_OVER: the content, or the memory itself, is safe if `status` is 0. */
+static int let_go(int status)
+{
 	if (!status)
 		status = clean_up_all(now_ns() + CLEAN_UP_NS);
 	if (!status) {
@@ -137,9 +140,62 @@ static int offload_memory(int64_t until_ns)
 	return settled(status, now_ns() + CLEAN_UP_NS);
 }
 
+static int offload_memory(int64_t until_ns)
+{
+	bool may_retry;
+	int status = begin(until_ns, &may_retry);
+
+	if (status && may_retry)
+		return status;
+	if (!status && !files_suffice()) {
+		mark_striped(false);
+		return refuse(EFBIG, "there is more device memory than the stripe files have room for");
+	}
+	return let_go(status ? status : copy(copy_out, until_ns));
+}
+
+static int hand_over_memory(int64_t until_ns)
+{
+	bool may_retry;
+	int status = begin(until_ns, &may_retry);
+
+	if (status && may_retry)
+		return status;
+	if (!status)
+		status = explain(workers_run(1, hand_over, until_ns));
+	snapshim_mailbox.result[0] = striped_bytes();
+	return let_go(status);
+}
+
+/* What follows FILL and TAKE_BACK. */
+static int taken(int status)
+{
+	int64_t by_ns = now_ns() + CLEAN_UP_NS;
+
+	if (!status) {
+		mark_striped(false);
+		STORE(&snapshim_mailbox.device_offloaded, 0);
+	} else if (workers_are_back()) {
+		workers_finish(stripes.count, detach_all, by_ns);
+	}
+	return settled(status, by_ns);
+}
+
+static int take_back_memory(int64_t until_ns)
+{
+	int status;
+
+	if (!LOAD(&snapshim_mailbox.device_offloaded))
+		return refuse(EALREADY, "no memory is offloaded");
+	status = prepare_all(until_ns);
+	if (!status)
+		status = explain(workers_run(1, take_back, until_ns));
+	snapshim_mailbox.result[0] = striped_bytes();
+	return taken(status);
+}
+
 static int fill_memory(int64_t until_ns)
 {
-	int64_t by_ns;
 	int status;
 
 	if (!LOAD(&snapshim_mailbox.device_offloaded))
@@ -149,14 +205,7 @@ static int fill_memory(int64_t until_ns)
 		status = explain(workers_run(stripes.count, attach_all, until_ns));
 	if (!status)
 		status = copy(copy_in, until_ns);
-	by_ns = now_ns() + CLEAN_UP_NS;
-	if (!status) {
-		mark_striped(false);
-		STORE(&snapshim_mailbox.device_offloaded, 0);
-	} else if (workers_are_back()) {
-		workers_finish(stripes.count, detach_all, by_ns);
-	}
-	return settled(status, by_ns);
+	return taken(status);
 }
 
 int memory_dispatch(uint32_t command, int64_t timeout_ns)
@@ -173,7 +222,18 @@ int memory_dispatch(uint32_t command, int64_t timeout_ns)
 		return make_ready(until_ns);
 	if (!is_ready())
 		return refuse(EINVAL, "MEMORY_READY comes first");
-	return command == SNAPSHIM_MEMORY_OFFLOAD ? offload_memory(until_ns) : fill_memory(until_ns);
+	if (is_ready_to_hold() != (command == SNAPSHIM_MEMORY_HAND_OVER || command == SNAPSHIM_MEMORY_TAKE_BACK))
+		return refuse(EINVAL, "MEMORY_READY was asked for the other way");
+	switch (command) {
+	case SNAPSHIM_MEMORY_OFFLOAD:
+		return offload_memory(until_ns);
+	case SNAPSHIM_MEMORY_HAND_OVER:
+		return hand_over_memory(until_ns);
+	case SNAPSHIM_MEMORY_TAKE_BACK:
+		return take_back_memory(until_ns);
+	default:
+		return fill_memory(until_ns);
+	}
 }
 
 /* In a forked child: the memory, the threads and what they copy to are its parent's. */

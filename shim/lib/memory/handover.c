@@ -8,6 +8,7 @@
 #include "handover.h"
 
 #include <errno.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -129,6 +130,51 @@ static int receive_some(unsigned int wanted, unsigned int *count)
 		}
 		close_descriptor(received(i));
 	}
+	return 0;
+}
+
+int handover_send(const void *data, size_t bytes, const int *descriptors, unsigned int count)
+{
+	union {
+		struct cmsghdr head;
+		char room[CMSG_SPACE(sizeof(int) * SNAPSHIM_STRIPES_MAX)];
+	} control = {.room = {0}};
+	struct iovec text = {(void *)data, bytes};
+	struct msghdr message = {.msg_iov = &text, .msg_iovlen = 1};
+	long sent;
+
+	if (count) {
+		message.msg_control = &control;
+		message.msg_controllen = CMSG_SPACE(sizeof(int) * count);
+		control.head.cmsg_level = SOL_SOCKET;
+		control.head.cmsg_type = SCM_RIGHTS;
+		control.head.cmsg_len = CMSG_LEN(sizeof(int) * count);
+		memcpy(CMSG_DATA(&control.head), descriptors, sizeof(int) * count);
+	}
+	sent = KERNEL(SYS_sendmsg, open_.sockets[0], &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+	/* So many descriptors are on their way that the kernel accepts no more from this user: the daemon takes them. */
+	if (sent == -ETOOMANYREFS || sent == -EINTR || sent == -ENOBUFS)
+		return EAGAIN;
+	/* A stream accepts all of so short a message, or nothing. */
+	return sent < 0 ? (int)-sent : (size_t)sent == bytes ? 0 : EPIPE;
+}
+
+int handover_take(int *descriptors, unsigned int *count)
+{
+	char byte;
+	struct iovec data = {&byte, sizeof(byte)};
+	struct msghdr message = {
+		.msg_iov = &data, .msg_iovlen = 1, .msg_control = &open_.control, .msg_controllen = sizeof(open_.control)};
+	long bytes = KERNEL(SYS_recvmsg, open_.sockets[0], &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+
+	*count = 0;
+	if (bytes <= 0)
+		return bytes == -EAGAIN || bytes == -EINTR ? EAGAIN : bytes ? (int)-bytes : ECONNRESET;
+	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++)
+		if (*received(i) != NOTHING) {
+			descriptors[(*count)++] = *received(i);
+			*received(i) = NOTHING;
+		}
 	return 0;
 }
 

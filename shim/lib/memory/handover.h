@@ -3,11 +3,17 @@
 #define SNAPSHIM_MEMORY_HANDOVER_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 /* 0 or an errno, and the reason in the mailbox. */
 int handover_open(int *theirs); /* the daemon's socket, of which it takes a copy */
 int handover_receive(unsigned int wanted, int64_t until_ns);
+
+/* At most SNAPSHIM_STRIPES_MAX descriptors with each message. They do not wait: EAGAIN. */
+int handover_send(const void *data, size_t bytes, const int *descriptors, unsigned int count);
+/* The caller closes them; the job is parked, so that it forks none. */
+int handover_take(int *descriptors, unsigned int *count);
 
 bool handover_is_open(void);
 int handover_file(unsigned int stripe);

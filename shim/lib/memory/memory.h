@@ -35,6 +35,8 @@ bool enter_runtime_device(const void *caller);
 /* physical.c: the physical memory of a block. Results are the driver's. */
 struct cuda_property property_on(int device);
 int physical_attach(struct block *block); /* on failure it stays away */
+int physical_export(const struct block *block, int *descriptor);
+int physical_import(struct block *block, int descriptor); /* maps that memory; on failure it stays away */
 int physical_detach(struct block *block); /* it is away, unless the driver refused */
 
 /* peers.c: under the lock. Gives access to the block to all devices that may use its device's memory. */

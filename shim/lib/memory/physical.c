@@ -56,15 +56,10 @@ static int create(uint64_t *handle, const struct block *block, struct physical *
 	return status;
 }
 
-int physical_attach(struct block *block)
+/* Takes the handle over, also on failure. */
+static int map(struct block *block, struct physical *created, uint64_t handle)
 {
-	struct physical *created = block->physical ? physical_numbered(block->physical) : NULL;
-	uint64_t handle;
-	int status = create(&handle, block, created);
-
-	if (status)
-		return status;
-	status = driver()->cuMemMap(block->address, block->bytes, 0, handle, 0);
+	int status = driver()->cuMemMap(block->address, block->bytes, 0, handle, 0);
 	if (!status) {
 		status = allow(block);
 		if (status)
@@ -82,6 +77,36 @@ int physical_attach(struct block *block)
 	else
 		driver()->cuMemRelease(handle); /* the mapping alone keeps it, as before */
 	return 0;
+}
+
+int physical_attach(struct block *block)
+{
+	struct physical *created = block->physical ? physical_numbered(block->physical) : NULL;
+	uint64_t handle;
+	int status = create(&handle, block, created);
+
+	return status ? status : map(block, created, handle);
+}
+
+int physical_export(const struct block *block, int *descriptor)
+{
+	const struct physical *created = block->physical ? physical_numbered(block->physical) : NULL;
+
+	/* The program may have released the handle; then the mapping alone keeps the memory. */
+	if (!driver()->cuMemExportToShareableHandle || !driver()->cuMemImportFromShareableHandle ||
+	    (created && !created->held))
+		return CUDA_NOT_SUPPORTED;
+	return driver()->cuMemExportToShareableHandle(descriptor, created ? created->handle : block->handle, POSIX_DESCRIPTOR,
+						      0);
+}
+
+int physical_import(struct block *block, int descriptor)
+{
+	struct physical *created = block->physical ? physical_numbered(block->physical) : NULL;
+	uint64_t handle;
+	int status = driver()->cuMemImportFromShareableHandle(&handle, (void *)(intptr_t)descriptor, POSIX_DESCRIPTOR);
+
+	return status ? status : map(block, created, handle);
 }
 
 int physical_detach(struct block *block)

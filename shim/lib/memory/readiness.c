@@ -146,7 +146,7 @@ int prepare_all(int64_t until_ns)
 			 note_devices(until_ns);
 	if (!status)
 		status = workers_run(1, enter_devices, until_ns);
-	if (!status)
+	if (!status && !stripes.holds)
 		status = workers_run(stripes.count, prepare, until_ns);
 	let_contexts_go(status);
 	return snapshim_mailbox.text[0] ? status : explain(status);
@@ -185,9 +185,10 @@ int make_ready(int64_t until_ns)
 	contexts_let_go();
 	stripes.count = (unsigned int)count;
 	stripes.slot_bytes = slot_bytes;
+	stripes.holds = snapshim_mailbox.argument[3] == 1;
 	snapshim_mailbox.device_stripes = (uint32_t)count;
 	memset(snapshim_mailbox.device_done, 0, sizeof(snapshim_mailbox.device_done));
-	status = handover_receive(stripes.count, until_ns);
+	status = stripes.holds ? 0 : handover_receive(stripes.count, until_ns);
 	if (status)
 		return status;
 	for (unsigned int i = 0; i < stripes.count; i++) {
@@ -204,7 +205,7 @@ int make_ready(int64_t until_ns)
 	}
 	ready = true;
 	status = prepare_all(until_ns);
-	if (!status && !offloaded)
+	if (!status && !offloaded && !stripes.holds)
 		status = explain(workers_run(stripes.count, map_stripe, until_ns));
 	if (status)
 		give_up();
@@ -215,6 +216,11 @@ int make_ready(int64_t until_ns)
 bool is_ready(void)
 {
 	return ready;
+}
+
+bool is_ready_to_hold(void)
+{
+	return ready && stripes.holds;
 }
 
 bool earlier_calls_are_back(void)

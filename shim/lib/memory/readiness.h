@@ -25,6 +25,7 @@ int give_up(void);
 int settled(int status, int64_t by_ns);
 
 bool is_ready(void);
+bool is_ready_to_hold(void); /* for HAND_OVER and TAKE_BACK */
 bool earlier_calls_are_back(void); /* waits a moment for calls of earlier commands */
 int prepare_all(int64_t until_ns); /* creates what is missing since READY */
 void let_contexts_go(int status);  /* `status`: the result of the tasks that used them */

@@ -10,6 +10,7 @@
  */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <sys/syscall.h>
 
 #include "memory.h"
 #include "stripes.h"
@@ -43,7 +44,8 @@ static int map_and_copy(struct worker *worker, int device, void *slot, void *str
 	struct cuda_property property = property_on(device);
 	struct block block = {.device = device, .access = access_on(device), .away = true};
 	size_t grain = 0;
-	int left = 0, answer, status = CUDA(worker, cuMemGetAllocationGranularity, &grain, &property, MINIMUM_GRANULARITY);
+	int left = 0, descriptor, answer,
+	    status = CUDA(worker, cuMemGetAllocationGranularity, &grain, &property, MINIMUM_GRANULARITY);
 
 	block.bytes = grain;
 	if (!status)
@@ -56,6 +58,8 @@ static int map_and_copy(struct worker *worker, int device, void *slot, void *str
 				      answer);
 	if (!status)
 		status = copy_there_and_back(worker, &block, slot, stream);
+	if (!status && stripes.holds && physical_export(&block, &descriptor) == 0)
+		KERNEL(SYS_close, descriptor); /* a refusal is reported later */
 	if (!block.away)
 		left |= physical_detach(&block);
 	left |= CUDA(worker, cuMemAddressFree, block.address, block.bytes);

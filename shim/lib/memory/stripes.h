@@ -11,6 +11,7 @@ struct stripes {
 	uint64_t devices;     /* that have blocks in the table, by bit */
 	uint64_t entered;     /* devices whose primary context is retained, by bit */
 	void *context[DEVICES_MAX]; /* in which each device's copies are made */
+	bool holds; /* for HAND_OVER and TAKE_BACK: nothing is copied here */
 	bool invalid;      /* one of those has ended, and with it its streams and slots */
 };
 extern struct stripes stripes;
@@ -46,6 +47,9 @@ void resources_forget(void);
 int rehearse(struct worker *worker); /* one worker's */
 /* streaming_copy.c */
 void streaming_copy(char *to, const char *from, uint64_t bytes);
+/* holding.c */
+int hand_over(struct worker *worker); /* one worker's: sends descriptors of all blocks that are counted */
+int take_back(struct worker *worker); /* one worker's: maps what is received; if it fails, detach_all has to follow */
 /* copying.c */
 int drop_freed(struct worker *worker); /* one worker's */
 int copy_out(struct worker *worker);
