@@ -146,6 +146,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     # All nodes of the cluster. They are asked whether a job's name is taken, and nothing else depends on this table.
     nodes: Annotated[dict[str, str] | None, Meta(description='a table with NAME = "host:port" for each node')] = None
     health: Annotated[Settings, toml_file.table("a table", Settings)] = Settings()
+    # Whether device memory stays on its GPU until it is sent, or goes through files in this node's memory.
+    hold_device_memory: Annotated[bool, Meta(description="true or false")] = False
     device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"
 
     @property

@@ -29,6 +29,7 @@ from snapshotd.cuda.driver import Gpus
 from snapshotd.diagnosis.run import Diagnosis
 from snapshotd.files.as_user import spares
 from snapshotd.health.monitor import Monitor
+from snapshotd.holder.client import Holder
 from snapshotd.inprocess import symbols
 from snapshotd.keepers.adoption import Adoption
 from snapshotd.keepers.listener import KeeperLinks
@@ -89,7 +90,9 @@ class Daemon:
         reserve = Reserve(config.state_dir)
         reserve.hold()
         journal, ranks = Journal(config.state_dir, reserve), Ranks(config.state_dir, reserve)
-        self.node = Node(config, journal, reserve, ranks, store, suspended, carry, self.gpus, room, connect, self._lost)
+        self.holder = Holder(config.run_dir / "holder.sock")
+        parts = (store, suspended, carry, self.gpus, room, self.holder)
+        self.node = Node(config, journal, reserve, ranks, *parts, connect, self._lost)
         self.relays = Relays(self.node)
         self.peer = PeerSteps(self.node)
         self.gates = GateSteps(self.node)
@@ -194,6 +197,7 @@ class Daemon:
         await self.relays.stop()
         await self.keepers.stop()
         await self.gpus.close()
+        await in_thread(self.holder.close)
         await in_thread(spares.close)
         await in_thread(parsers.spares.close)
         await in_thread(waiting_keepers.close)

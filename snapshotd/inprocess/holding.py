@@ -15,6 +15,7 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import logging
 import os
 import select
 import socket
@@ -29,6 +30,8 @@ from snapshotd.inprocess import abi, devmem, shimctl
 from snapshotd.inprocess.abi import Command
 from snapshotd.inprocess.devmem import Caught
 from snapshotd.proc.tree import Process
+
+log = logging.getLogger(__name__)
 
 #: Of one message; the kernel accepts 253, the shim receives 16.
 BATCH = abi.STRIPES_MAX
@@ -112,11 +115,15 @@ class Holding:
         line, sending = self._line, threading.Event()
 
         def send() -> None:
-            with contextlib.suppress(OSError):  # the process has given up, and says why
+            try:
                 for batch in descriptors:
                     if sending.is_set():
                         return
                     line.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", batch))])
+            except (OSError, SnapshotError) as error:
+                log.warning("giving process %d its device memory back: %s", self.process.pid, error)
+                with contextlib.suppress(OSError):
+                    line.shutdown(socket.SHUT_RDWR)  # it gives up, and says why
 
         line.settimeout(timeout_s)
         sender = threading.Thread(target=send, name="give descriptors back", daemon=True)

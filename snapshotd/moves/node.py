@@ -10,6 +10,7 @@ from snapshotd.api.calls import Channel
 from snapshotd.api.client import Credentials, DaemonClient
 from snapshotd.config import Config
 from snapshotd.cuda.driver import Gpus
+from snapshotd.holder.client import Holder
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves.carry import Carry
 from snapshotd.moves.journal import Journal
@@ -31,6 +32,7 @@ class Node:
     carry: Carry
     gpus: Gpus
     room: Room
+    holder: Holder
     connect: Callable[[str, str], Channel]  # a new connection to the daemon of (node, endpoint)
     lost: Callable[[RankEntry], Awaitable[None]]  # ends a rank whose keeper is dead, and reports it to its home
     #: Held during a dump in which criu makes links: it uses the same numbers in every dump, so two dumps would collide.

@@ -50,6 +50,7 @@ class StripedProcess(msgspec.Struct, frozen=True, array_like=True):
     start_ticks: int
     stripes: list[str]
     slot_bytes: int
+    held: bool = False  # the files are only a window: the holder keeps the memory itself
 
     @property
     def process(self) -> Process:

@@ -73,8 +73,11 @@ class ChildProcess:
             self._output = -1
 
 
-def start(module: str, *, kind: int = socket.SOCK_SEQPACKET, site_packages: bool = False) -> ChildProcess:
-    """Starts `python -m module`. Raises Internal if it cannot be started. Blocks only until it is executed."""
+def start(
+    module: str, *, kind: int = socket.SOCK_SEQPACKET, site_packages: bool = False, library_dir: str = ""
+) -> ChildProcess:
+    """Starts `python -m module`. Raises Internal if it cannot be started. Blocks only until it is executed.
+    `library_dir`: where it looks for libraries first."""
     line, theirs = socket.socketpair(socket.AF_UNIX, kind)
     output = os.memfd_create("child output", os.MFD_CLOEXEC)
     try:
@@ -86,7 +89,7 @@ def start(module: str, *, kind: int = socket.SOCK_SEQPACKET, site_packages: bool
                 stderr=output,
                 start_new_session=True,
                 cwd="/",
-                env=environment(site_packages=site_packages),
+                env=environment(site_packages=site_packages, library_dir=library_dir),
             )
     except BaseException as error:
         line.close()
@@ -138,11 +141,12 @@ class Spares:
         self.trim(0)
 
 
-def environment(*, site_packages: bool) -> dict[str, str]:
+def environment(*, site_packages: bool, library_dir: str = "") -> dict[str, str]:
     """What Python needs to find this package, and other packages if `site_packages`: they may lie where the daemon's own
     PYTHONPATH leads."""
     paths = [str(_PACKAGES)]
     if site_packages and (more := os.environ.get("PYTHONPATH")):
         paths.append(more)
-    libraries = {key: value for key, value in os.environ.items() if key == "LD_LIBRARY_PATH"}
+    places = os.pathsep.join(filter(None, [library_dir, os.environ.get("LD_LIBRARY_PATH")]))
+    libraries = {"LD_LIBRARY_PATH": places} if places else {}
     return {"PYTHONPATH": os.pathsep.join(paths), "PATH": "/usr/bin:/bin", **libraries}

@@ -17,6 +17,7 @@ from snapshotd.api.errors import (
     SnapshotError,
 )
 from snapshotd.cuda.driver import State
+from snapshotd.holder.client import Holder
 from snapshotd.inprocess import devmem
 from snapshotd.inprocess.devmem import Caught
 from snapshotd.moves.device import offload, refill, standstill
@@ -159,8 +160,11 @@ class Source:
         self.stopped_others = 0
         room = Room(folder / "memory", "a")
         store = ImageStore(folder / "images", room=room)
-        config = SimpleNamespace(image_dir=folder / "images", device_channel="encrypted")
-        self.node: Any = SimpleNamespace(config=config, store=store, client=self._client, room=room, credentials=None)
+        config = SimpleNamespace(image_dir=folder / "images", device_channel="encrypted", hold_device_memory=False)
+        holder = Holder(folder / "holder.sock")
+        self.node: Any = SimpleNamespace(
+            config=config, store=store, client=self._client, room=room, holder=holder, credentials=None
+        )
         begin = Begin(
             MOVE, "source", "job-0", "job", 0, "a", "a:1", "b", "b:1", "00" * 32, host.boot_id(), 1.0, lease_s=30.0
         )
@@ -222,7 +226,7 @@ class Source:
         return size, {part.name: part.bytes for part in parts.all}
 
     async def back(self) -> None:
-        await refill.on_source(self.node.config.image_dir, self.log)
+        await refill.on_source(self.node.config.image_dir, self.log, self.node.holder)
 
 
 @pytest.fixture

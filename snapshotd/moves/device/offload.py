@@ -17,10 +17,11 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 
-from snapshotd.api.errors import Full, RankGone, SnapshotError, Where, WrongState
+from snapshotd.api.errors import Full, RankGone, SnapshotError, Unreachable, Where, WrongState
 from snapshotd.cuda.driver import Gpus
 from snapshotd.inprocess.devmem import Caught, TooSmall
-from snapshotd.moves.device import checkpoint_room, standstill, stripe_files
+from snapshotd.moves.device import checkpoint_room, hold, standstill, stripe_files
+from snapshotd.moves.device.hold import Hold
 from snapshotd.moves.device.memory import copy_s
 from snapshotd.moves.device.parts import Parts, each
 from snapshotd.moves.device.source_channel import SourceChannel, reason
@@ -47,8 +48,11 @@ FEED_S = 0.002
 class Offload:
     """The offloaded device memory of one move on its source. A restart may lose all but the files and the journal."""
 
-    def __init__(self, node: Node, move_log: MoveLog, striped: list[Striped], preflight_bytes: int) -> None:
-        self.node, self.log = node, move_log
+    def __init__(
+        self, node: Node, move_log: MoveLog, striped: list[Striped], preflight_bytes: int, gpus: Sequence[str] = ()
+    ) -> None:
+        """`gpus`: those that the rank uses. If there is only one, its memory can be handed over."""
+        self.node, self.log, self._gpus = node, move_log, list(gpus)
         self.striped = striped
         self.names = [name for one in striped for name in one.names]
         self.folder = stripe_files.folder_of(node.config.image_dir, move_log.move)
@@ -57,6 +61,8 @@ class Offload:
         #: If the processes cannot be asked, the bytes that preflight saw.
         self._wanted_bytes = sum(one.expected_bytes for one in striped) or preflight_bytes
         self._unallocated_bytes = 0  # of the stripe files
+        self._copies: list[asyncio.Task[None]] = []
+        self._announcing: asyncio.Task[None] | None = None
 
     @property
     def _expected_bytes(self) -> int:
@@ -72,13 +78,50 @@ class Offload:
             await self.give_up(error)
 
     async def _prepare(self) -> None:
-        striped = [
-            StripedProcess(one.process.pid, one.process.start_ticks, one.names, one.slot_bytes) for one in self.striped
-        ]
-        await in_thread(self.log.mark, self.log.last_mark, striped_processes=striped)
+        if self.node.config.hold_device_memory and len(self._gpus) == 1 and await self._prepare_to_hold():
+            return
+        await self._journal()
         await self._make_files()
         await self.channel.open(self._expected_bytes)
         await all_at_once(self._ready, self.striped)
+
+    async def _journal(self) -> None:
+        striped = [
+            StripedProcess(
+                one.process.pid, one.process.start_ticks, one.names, one.slot_bytes, held=one.hold is not None
+            )
+            for one in self.striped
+        ]
+        await in_thread(self.log.mark, self.log.last_mark, striped_processes=striped)
+
+    async def _prepare_to_hold(self) -> bool:
+        """Prepares the memory to stay on its GPU until it is sent. False, with a warning, if it has to go through files."""
+        try:
+            await in_thread(
+                self._reserve, sum(hold.window_bytes(len(one.names), one.slot_bytes) for one in self.striped)
+            )
+            await in_thread(stripe_files.make_folder, self.node.config.image_dir, self.log.move)
+            await self.channel.open(self._expected_bytes)
+            if not self.channel.works:
+                raise Unreachable("there is no device-memory channel")
+            for one in self.striped:
+                one.hold = await in_thread(
+                    Hold, self.node, self.log.move, one.process, self._gpus[0], self.folder, one.names, one.slot_bytes
+                )
+            await self._journal()
+            await asyncio.gather(*(one.hold.prepare() for one in self.striped if one.hold is not None))
+        except (SnapshotError, OSError) as error:
+            self._warn(f"device memory goes through files on this node: {reason(error)}")
+            for one in self.striped:
+                if one.hold is not None:
+                    await one.hold.close()
+                    await all_at_once(Striped.drop, [one])
+                one.hold = None
+            await self.channel.close()
+            await in_thread(self.node.room.give_up, self._purpose)
+            self._unallocated_bytes = 0
+            return False
+        return True
 
     async def _make_files(self) -> None:
         wanted = [(self.folder / name, one.stripe_bytes) for one in self.striped for name in one.names]
@@ -166,7 +209,7 @@ class Offload:
         offloaded = [OffloadedMemory(one.inner_pid, one.names, one.sizes, one.slot_bytes) for one in self.striped]
         size = sum(one.bytes for one in self.striped)
         await in_thread(self.log.mark, Mark.FREEZING, offloaded=offloaded, offloaded_bytes=size)
-        self.channel.announce_sizes()
+        self._announcing = asyncio.create_task(self._announce_sizes(), name=f"announce stripes of {self.log.move}")
         await reach(Point.OFFLOADED)
         await in_thread(self.must_fit, held[0].pid, Where.SOURCE_FROZEN)
         await parts.time("relock", each(unlocked, lambda one: gpus.lock(one, LOCK_S)))
@@ -206,13 +249,18 @@ class Offload:
             elif isinstance(result, BaseException):
                 await self._failed(one, result)
             else:
-                one.sizes = list(await in_thread(one.memory.done))
-                self.channel.advance(one.names, one.sizes)
+                one.sizes = one.hold.sizes if one.hold is not None else list(await in_thread(one.memory.done))
+                if one.hold is not None:
+                    self._copies.append(one.hold.begin(self.channel))
+                else:
+                    self.channel.advance(one.names, one.sizes)
         parts.add("offload", host.boottime_s() - began, sum(one.bytes for one in wanted))
         return caught
 
     def _copy_one(self, one: Striped, limit_s: float) -> int:
         """Enlarges the files if the process, which ran since it was measured, has more memory by now. Blocking."""
+        if one.hold is not None:
+            return one.hold.hand_over(limit_s)
         try:
             return one.memory.offload(limit_s)
         except TooSmall as small:
@@ -235,6 +283,9 @@ class Offload:
 
     async def _leave_to_driver(self, one: Striped, why: str) -> None:
         """Empties the files of a process, which are not needed any more: the driver's copy needs the room."""
+        if one.hold is not None:
+            await one.hold.close()
+            await in_thread(self.node.holder.drop, [one.hold.key])  # what it had handed over when it failed
         await all_at_once(Striped.drop, [one])
         self.striped = [other for other in self.striped if other is not one]
         await all_at_once(stripe_files.empty, [self.folder / name for name in one.names])
@@ -244,9 +295,19 @@ class Offload:
         """Keeps the senders informed of the progress of the copy."""
         while True:
             await asyncio.sleep(FEED_S)
-            for one in wanted:
+            for one in [one for one in wanted if one.hold is None]:
                 with contextlib.suppress(SnapshotError):  # the caller that waits for the copy gets the error
                     self.channel.advance(one.names, await in_thread(one.memory.done))
+
+    async def _announce_sizes(self) -> None:
+        """Once all is copied. If held memory cannot be copied, nothing more is sent, and the move is undone."""
+        try:
+            if self._copies:
+                await asyncio.gather(*self._copies)
+            self.channel.announce_sizes()
+        except SnapshotError as error:
+            self._warn(f"held device memory cannot be copied: {error.message}")
+            await self.channel.close()
 
     # ------------------------------------------------------------------ on its way, and afterwards
 
@@ -255,25 +316,36 @@ class Offload:
         return self.channel.works
 
     @property
+    def holds(self) -> bool:
+        """Whether the files are only a window, so that they cannot follow the image."""
+        return any(one.hold is not None for one in self.striped)
+
+    @property
     def sent_bytes(self) -> int:
         return self.channel.sent_bytes if self.striped else 0
 
     async def finish(self) -> int:
         """COMMIT stands, so everything has arrived: closes the channel and returns the bytes that were sent."""
-        await in_thread(self.node.room.give_up, self._purpose)
-        return await self.channel.finish()
+        sent = await self.channel.finish()
+        await self.close()
+        return sent
 
     async def give_up(self, why: SnapshotError | OSError) -> None:
         """Stripes nothing: removes the files, the channel, and what was prepared in the processes."""
         self._warn(f"the driver's checkpoint carries the device memory: {reason(why)}")
         striped, self.striped = self.striped, []
         await self.channel.give_up()
+        await asyncio.gather(*(one.hold.close() for one in striped if one.hold is not None))
         await asyncio.gather(*(all_at_once(Striped.drop, [one]) for one in striped))
         await in_thread(stripe_files.sweep, self.node.config.image_dir, self.log.move)
         await in_thread(self.node.room.give_up, self._purpose)
 
     async def close(self) -> None:
         """Stops sending; the files stay. Idempotent."""
+        if self._announcing is not None:
+            self._announcing.cancel()
+            await asyncio.gather(self._announcing, return_exceptions=True)
+        await asyncio.gather(*(one.hold.close() for one in self.striped if one.hold is not None))
         await self.channel.close()
         await in_thread(self.node.room.give_up, self._purpose)
 
@@ -282,7 +354,9 @@ class Offload:
         self.warnings.append(text)
 
 
-async def prepare(node: Node, move_log: MoveLog, processes: Sequence[Process], preflight_bytes: int) -> Offload | None:
+async def prepare(
+    node: Node, move_log: MoveLog, processes: Sequence[Process], preflight_bytes: int, gpus: Sequence[str] = ()
+) -> Offload | None:
     """Prepares the device memory of these running processes to leave in stripes; None where there is too little of it.
     Raises WrongState when some of it is off the GPU already, and the processes do not run."""
     try:
@@ -295,6 +369,6 @@ async def prepare(node: Node, move_log: MoveLog, processes: Sequence[Process], p
         return offload
     if not striped:
         return None
-    offload = Offload(node, move_log, striped, preflight_bytes)
+    offload = Offload(node, move_log, striped, preflight_bytes, gpus)
     await offload.prepare()
     return offload

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from snapshotd.api.errors import Damaged, GpuFailed, RankGone, SnapshotError, Unreachable, Where
+from snapshotd.holder.client import Holder
 from snapshotd.inprocess import devmem
 from snapshotd.inprocess.devmem import DeviceMemory
-from snapshotd.moves.device import stripe_files
+from snapshotd.moves.device import hold, stripe_files
 from snapshotd.moves.device.memory import Lost, copy_s
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog
@@ -39,7 +40,7 @@ ARRIVE_S, ARRIVE_GIB_S = 60.0, 20.0
 CANCEL_AGAIN_S = 0.05
 
 
-async def on_source(image_dir: Path, move_log: MoveLog) -> None:
+async def on_source(image_dir: Path, move_log: MoveLog, holder: Holder) -> None:
     """Undo: brings offloaded memory back, and gives up what was only prepared. Idempotent. Raises GpuFailed: retry later.
 
     A failure that does not concern offloaded memory is only logged: the rank must continue."""
@@ -61,6 +62,10 @@ async def on_source(image_dir: Path, move_log: MoveLog) -> None:
         memory.cancel()  # a command from before a restart of this daemon
         if not memory.offloaded():
             _drop(memory)
+            return
+        if one.held:
+            size = hold.take_back(holder, move_log.move, one, limit_s)
+            log.info("process %d: %d bytes of device memory were handed back", process.pid, size)
             return
         try:
             with stripe_files.opened(folder, one.stripes, os.O_RDONLY) as fds:

@@ -13,6 +13,7 @@ from snapshotd.api.errors import RankGone, SnapshotError, Where, WrongState
 from snapshotd.inprocess import devmem
 from snapshotd.inprocess.devmem import DeviceMemory
 from snapshotd.moves.device import stripe_files
+from snapshotd.moves.device.hold import Hold
 from snapshotd.proc import tree
 from snapshotd.proc.tree import Process
 
@@ -27,6 +28,7 @@ class Striped:
     expected_bytes: int
     slot_bytes: int = devmem.SLOT_BYTES
     sizes: list[int] = field(default_factory=list)  # of the stripes, once it is out
+    hold: Hold | None = None  # it hands its memory over; None: it is copied into the files
     caught: str = ""  # where a thread was parked
 
     @property

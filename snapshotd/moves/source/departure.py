@@ -15,7 +15,7 @@ from snapshotd.api.errors import SnapshotError
 from snapshotd.files.as_user import User
 from snapshotd.keepers import relay_keys
 from snapshotd.keepers.ranks import RankEntry
-from snapshotd.moves.device import checkpoint_room, memory, refill, stripe_files
+from snapshotd.moves.device import checkpoint_room, hold, memory, refill, stripe_files
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import held_copy
@@ -108,11 +108,15 @@ class Departure:
         """Brings back a GPU rank's device memory, then releases its threads. Ends a rank whose device memory the driver lost,
         so that its launcher notices now, not after a time-out of hours."""
         known = moving.log.record
+        needs = dict(known.gpu_uses)
+        if len(needs) == 1:  # what is held is on the GPU already
+            held_bytes = await in_thread(hold.held_bytes, self.node.holder, moving.log.move)
+            needs = {uuid: max(0, size - held_bytes) for uuid, size in needs.items()}
         try:
             await memory.bring_back(
                 self.node.gpus,
                 known.cuda,
-                known.gpu_uses,
+                needs,
                 known.device_bytes,
                 held_copy.processes(known.nccl_processes),
                 lambda: self._refill(moving),
@@ -123,7 +127,7 @@ class Departure:
             await in_thread(group.kill, KILL_S)
 
     async def _refill(self, moving: Moving) -> None:
-        await refill.on_source(self.node.config.image_dir, moving.log)
+        await refill.on_source(self.node.config.image_dir, moving.log, self.node.holder)
 
     async def release(self, moving: Moving) -> None:
         """COMMIT stands and the target runs the rank: drops the copy here."""
@@ -193,6 +197,7 @@ class Departure:
     async def _close(self, moving: Moving, sent_bytes: int | None = None) -> None:
         await in_thread(stripe_files.sweep, self.node.config.image_dir, moving.log.move)
         await in_thread(checkpoint_room.give_up, self.node, moving.log.move)
+        await in_thread(hold.let_go, self.node.holder, moving.log.move)
         sent_bytes = moving.log.record.sent_bytes if sent_bytes is None else sent_bytes
         await in_thread(
             moving.log.mark,

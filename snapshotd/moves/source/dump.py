@@ -22,7 +22,7 @@ import aiofiles
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Changed, CriuFailed, Damaged, RankGone, Refused, Where
+from snapshotd.api.errors import Changed, CriuFailed, Damaged, RankGone, Refused, Unreachable, Where
 from snapshotd.criu import links, session
 from snapshotd.files.as_user import User, user_of_rank
 from snapshotd.files.held import Held, open_held
@@ -300,6 +300,13 @@ class Dump:
         device = self.log.record.offloaded
         if self.offload is None or self.offload.has_channel:
             return device, {}
+        if self.offload.holds:
+            why = "; ".join(self.offload.warnings) or "its connections broke"
+            raise Unreachable(
+                f"the device-memory channel failed, and held device memory cannot follow the image: {why}",
+                remedy="the rank continues on its source; a plain retry is safe",
+                where=Where.SOURCE_FROZEN,
+            )
         await self.offload.close()
         folder, there = (
             stripe_files.folder_of(self.node.config.image_dir, self.log.move),

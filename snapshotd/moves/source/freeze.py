@@ -138,7 +138,8 @@ async def _prepare(node: Node, moving: Moving, processes: list[tree.Process], pa
     if not moving.prepared:
         began = host.boottime_s()
         preflight_bytes = int(moving.facts.gpu.offloaded_bytes)
-        moving.offload = await offload.prepare(node, moving.log, processes, preflight_bytes)
+        gpus = [use.uuid for use in moving.facts.gpu.uses]
+        moving.offload = await offload.prepare(node, moving.log, processes, preflight_bytes, gpus)
         moving.prepared = True
         if moving.offload is not None:
             parts.add("prepare", host.boottime_s() - began)

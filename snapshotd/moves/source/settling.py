@@ -15,7 +15,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import NotFound, RankGone, SnapshotError, Where
 from snapshotd.moves import job_rules, rules
-from snapshotd.moves.device import stripe_files
+from snapshotd.moves.device import hold, stripe_files
 from snapshotd.moves.job_rules import Answer, Part, StoreDecision, StoreFacts
 from snapshotd.moves.jobs import asking
 from snapshotd.moves.journal import MoveLog
@@ -65,6 +65,10 @@ class SourceSettling(Steps):
     def adopt_journal(self) -> None:
         """At start: takes up every unsettled move from before the restart. Settling begins with `settle_all`."""
         stripe_files.sweep_ended(self.node.config.image_dir, self.journal)
+        for move in {key.partition("/")[0] for key in self.node.holder.kept()}:
+            known = self.journal.find(move)
+            if known is None or known.last_mark is Mark.SETTLED:
+                hold.let_go(self.node.holder, move)
         for move_log in self.journal.all():
             if move_log.begin.role == "source" and move_log.last_mark is not Mark.SETTLED:
                 if move_log.known.mark is None:  # a crash before anything was done

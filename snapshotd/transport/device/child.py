@@ -41,9 +41,11 @@ class Child:
         self.gave_up = False
 
     @classmethod
-    async def start(cls, module: str, settings: dict[str, Any], fds: Sequence[int] = ()) -> Child:
+    async def start(
+        cls, module: str, settings: dict[str, Any], fds: Sequence[int] = (), *, library_dir: str = ""
+    ) -> Child:
         """Starts it and sends its settings. Internal if no process can be started."""
-        started = start(module, site_packages=True)
+        started = start(module, site_packages=True, library_dir=library_dir)
         started.line.setblocking(False)
         child = cls(started)
         child.say(settings, fds)
@@ -60,15 +62,15 @@ class Child:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._child.line, [json.dumps(message).encode()], fds)
 
-    async def ready(self) -> None:
+    async def ready(self, limit_s: float = READY_S) -> None:
         """Waits until the child has started. Internal if it hangs: the caller can still use the image channel."""
         try:
-            async with asyncio.timeout(READY_S):
+            async with asyncio.timeout(limit_s):
                 await self.hear()
         except TimeoutError as error:
             output = self._child.last_output() or "no output"
             raise Internal(
-                f"{self._child.module} (pid {self.pid}) was not ready in {READY_S:.0f} s: {output}"
+                f"{self._child.module} (pid {self.pid}) was not ready in {limit_s:.0f} s: {output}"
             ) from error
 
     async def hear(self) -> dict[str, Any]:

@@ -146,6 +146,16 @@ class Outgoing:
         os.eventfd_write(stripe.grown, size - stripe.size)
         stripe.size = size
 
+    def position(self, name: str) -> int:
+        """How much of a stripe was sent, as far as is known."""
+        return self._stripes[name].at
+
+    def free(self, name: str, size: int) -> None:
+        """The first `size` bytes of the file will be removed. Announced first: a new connection must not begin there."""
+        child = self._stripes[name].child
+        if child is not None:
+            child.say({"freed": size})
+
     def finish(self, sizes: Mapping[str, int]) -> None:
         """Sets the final sizes of all stripes. Idempotent."""
         if set(sizes) != set(self._stripes):

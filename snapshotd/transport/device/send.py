@@ -36,6 +36,7 @@ class Sender:
         self._available = 0
         self._final: int | None = None
         self._offset = self._furthest = self._reported = 0
+        self._freed = 0  # bytes at the beginning of the file that are not there any more
         self._end_sent = False  # over this connection
         self._ways = {Kind.DATA: 0, Kind.ZERO: 0, Kind.SAME: 0}
         self._twins: dict[bytes, int] = {}  # digest of a full record -> its offset
@@ -66,6 +67,11 @@ class Sender:
         connection.settimeout(CONNECT_S)
         kind, have = read_reply(connection)
         connection.settimeout(None)
+        self._listen(None, wait=False)  # what was removed from the file was announced before
+        if have < self._freed:
+            raise StripeError(
+                "internal", f"the target has {have} bytes of a stripe, of which the first {self._freed} are gone here"
+            )
         if kind is not Kind.HAVE or have > self._furthest:
             raise StripeError("damaged", f"the target has {have} bytes of a stripe of which {self._furthest} were sent")
         self._offset, self._end_sent = have, False
@@ -76,6 +82,11 @@ class Sender:
             while True:
                 length = self._due_bytes()
                 end = self._offset == self._final and not self._end_sent
+                if (
+                    not length and self._reported != self._offset
+                ):  # more may come only once it is known how much was sent
+                    self._reported = self._offset
+                    self._control.say(**self._progress())
                 if self._listen(connection, wait=not (length or end)):
                     return
                 if length:
@@ -111,6 +122,7 @@ class Sender:
     def _dispatch(self, message: dict[str, Any], fds: list[int]) -> None:
         for fd in fds:
             self._connections = [taken_over(fd, message)]
+        self._freed = max(self._freed, int(message.get("freed", 0)))
         if "final" in message:
             final = int(message["final"])
             if not self._furthest <= final <= MAX_STRIPE_BYTES:

@@ -1,0 +1,116 @@
+"""Ranks whose device memory stays on its GPU until it is sent move between nodes with fake GPUs; failed moves are undone.
+
+Daemons, CRIU, shim, holder, copier and stripes are real; only the driver is fake: its device memory is shared memory of the
+machine, which a descriptor keeps as that of a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.gpu_nodes import GpuCluster
+from integration.harness import until
+from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, UNDONE, children, part, start
+from snapshotd.runtime.faults import Point
+
+COPIER = "snapshotd.holder.copier"
+
+
+@pytest.fixture(scope="module")
+def holding_lab(fake_gpu_lab: GpuCluster) -> Iterator[GpuCluster]:
+    for node in (SOURCE, TARGET):
+        fake_gpu_lab.configure(node, {"hold_device_memory": True})
+    yield fake_gpu_lab
+    for node in (SOURCE, TARGET):
+        fake_gpu_lab.configure(node, {"hold_device_memory": False})
+
+
+@pytest.fixture
+def holding(holding_lab: GpuCluster) -> Iterator[GpuCluster]:
+    yield holding_lab
+    holding_lab.reset()
+
+
+def held(lab: GpuCluster) -> list[int]:
+    """The processes that keep device memory."""
+    return lab.cluster.processes_of("snapshotd.holder.process")
+
+
+def test_rank_moves_there_and_back_and_nothing_is_copied_while_it_waits(holding: GpuCluster) -> None:
+    job = start(holding, *LARGE)
+    for at, to in ((SOURCE, TARGET), (TARGET, SOURCE)):
+        job.await_progress(3)
+        with holding.cluster.moving(job, to, at, Point.OFFLOADED) as asked:
+            assert children(holding, at, COPIER)
+            assert held(holding)
+        assert asked.code == 0, f"{asked.answer} {asked.errors}"
+        assert asked.answer["warnings"] == []
+        assert part(asked.answer, "offload")["bytes"] == part(asked.answer, "refill")["bytes"] >= LARGE_MIB * MIB
+        job.await_progress(2)
+        until("the copiers to end", lambda: not any(children(holding, node, COPIER) for node in (SOURCE, TARGET)))
+    holding.ends_well(job)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("node", "point"),
+    [
+        (SOURCE, Point.OFFLOADED),
+        (SOURCE, Point.CHECKPOINTED),
+        (SOURCE, Point.STREAM),
+        (TARGET, Point.REFILLED),
+    ],
+)
+def test_failed_move_gives_the_memory_back_and_a_retry_succeeds(holding: GpuCluster, node: str, point: Point) -> None:
+    job = start(holding, *LARGE)
+    job.await_lines(5)
+    holding.cluster.fault(node, point, "fail")
+    result = holding.cluster.move(job, TARGET, expect=UNDONE)
+    assert "fault injected" in result["reason"]
+    job.await_progress(3)
+    holding.cluster.move(job, TARGET)
+    holding.ends_well(job)
+
+
+def test_memory_outlives_the_daemon(holding: GpuCluster) -> None:
+    """Its daemon is killed while the memory belongs to no process: the next one gives it back."""
+    job = start(holding, *LARGE)
+    job.await_lines(5)
+    holding.cluster.fault(SOURCE, Point.CHECKPOINTED, "kill")
+    with holding.cluster.begin_move(job, TARGET) as move:
+        until("the daemon to die", lambda: holding.lab.daemon_pid(SOURCE) is None)
+        assert held(holding)
+        holding.lab.start_daemon(SOURCE)
+        move.wait(120)
+    job.await_progress(3)
+    until("the holder to end", lambda: not held(holding))
+    holding.cluster.move(job, TARGET)
+    holding.ends_well(job)
+
+
+@pytest.mark.sampled(1, group="hold")
+def test_killed_copier_is_replaced(holding: GpuCluster) -> None:
+    job = start(holding, *LARGE)
+    job.await_lines(5)
+    with holding.cluster.moving(job, TARGET, SOURCE, Point.OFFLOADED) as asked:
+        (copier,) = children(holding, SOURCE, COPIER)
+        os.kill(copier, signal.SIGKILL)
+        until("it to be gone", lambda: not Path(f"/proc/{copier}").exists())
+    assert asked.code == 0, f"{asked.answer} {asked.errors}"
+    holding.ends_well(job)
+
+
+@pytest.mark.sampled(1, group="hold")
+def test_lost_memory_ends_the_rank(holding: GpuCluster) -> None:
+    """The process that keeps it is killed, and so is the copier: no process has the memory any more."""
+    job = start(holding, *LARGE)
+    job.await_lines(5)
+    with holding.cluster.moving(job, TARGET, SOURCE, Point.OFFLOADED):
+        for pid in [*held(holding), *children(holding, SOURCE, COPIER)]:
+            os.kill(pid, signal.SIGKILL)
+    assert job.finish() != 0

@@ -1,0 +1,150 @@
+"""The daemon's connection to the process that keeps device memory (snapshotd/holder/process.py).
+
+Invariant: memory is kept from the moment `keep` has returned until `drop`, whatever becomes of this daemon. Everything here
+blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from snapshotd.api.errors import GpuFailed, Where
+from snapshotd.holder.process import BATCH, MESSAGE_BYTES
+from snapshotd.inprocess.holding import HeldBlock
+
+_PACKAGES = Path(__file__).resolve().parents[2]
+_ANSWER_S = 30.0
+
+
+class Holder:
+    """The holder of this node. It is started when it is first needed, and outlives this daemon while it keeps anything."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        self._line: socket.socket | None = None
+
+    def keep(self, key: str, blocks: Sequence[HeldBlock], fds: Sequence[int]) -> None:
+        """Adds these to what is kept under the key; the descriptors here can be closed afterwards. Raises GpuFailed."""
+        listed = [[block.address, block.bytes, block.device] for block in blocks]
+        self._ask({"ask": "keep", "key": key, "blocks": listed}, fds, start=True)
+
+    def held(self, key: str) -> Iterator[tuple[list[HeldBlock], list[int]]]:
+        """What is kept under a key, in batches, in the order in which it came. Their descriptors are closed afterwards."""
+        at = 0
+        while True:
+            answer, fds = self._ask({"ask": "give", "key": key, "from": at}, start=False)
+            try:
+                if not fds:
+                    return
+                yield [HeldBlock(*block) for block in answer["blocks"]], fds
+                at += len(fds)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def kept(self) -> dict[str, int]:
+        """What is kept: bytes by key. Empty where no holder runs."""
+        answer, _ = self._ask({"ask": "list"}, start=False)
+        return dict(answer.get("keys", {}))
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Lets this memory go. Idempotent. With the last of it the holder ends."""
+        if keys:
+            with self._lock:
+                answer, _ = self._ask({"ask": "drop", "keys": list(keys)}, start=False)
+                if answer.get("left") == 0:
+                    self.close()
+
+    def start(self) -> None:
+        """Makes sure that it runs, because starting it takes a tenth of a second. Raises GpuFailed."""
+        self._ask({"ask": "list"}, start=True)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that answers; 0: none."""
+        with self._lock:
+            if self._line is None:
+                return 0
+            credentials = self._line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            return int(struct.unpack("3i", credentials)[0])
+
+    def close(self) -> None:
+        """Ends the connection; the holder ends too if it keeps nothing."""
+        with self._lock:
+            if self._line is not None:
+                self._line.close()
+                self._line = None
+
+    def _ask(
+        self, request: dict[str, Any], fds: Sequence[int] = (), *, start: bool
+    ) -> tuple[dict[str, Any], list[int]]:
+        """The answer; an empty one where no holder runs and `start` is not set, because then nothing is kept."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        with self._lock:
+            try:
+                line = self._connected(start=start)
+                if line is None:
+                    return {}, []
+                line.sendmsg([json.dumps(request).encode()], rights)
+                blob, given, _, _ = socket.recv_fds(line, MESSAGE_BYTES, BATCH)
+                if not blob:
+                    raise ConnectionResetError("it has ended")
+            except OSError as error:
+                self.close()
+                raise GpuFailed(
+                    f"the process that keeps device memory on this node does not answer: {error}",
+                    where=Where.SOURCE_FROZEN,
+                ) from error
+        answer = json.loads(blob)
+        if "error" in answer:
+            raise GpuFailed(
+                f"the process that keeps device memory refuses: {answer['error']}", where=Where.SOURCE_FROZEN
+            )
+        return answer, given
+
+    def _connected(self, *, start: bool) -> socket.socket | None:
+        if self._line is None:
+            self._line = self._connect()
+        if self._line is None and start:
+            self._start()
+            self._line = self._connect()
+        return self._line
+
+    def _connect(self) -> socket.socket | None:
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line.settimeout(_ANSWER_S)
+        try:
+            line.connect(str(self.path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            line.close()
+            return None
+        except BaseException:
+            line.close()
+            raise
+        return line
+
+    def _start(self) -> None:
+        """Through a shell that ends at once, so that it is nobody's child: it may outlive this daemon."""
+        program = [sys.executable, "-P", "-S", "-m", "snapshotd.holder.process", str(self.path)]
+        with subprocess.Popen(
+            ["/bin/sh", "-c", '"$@" &', "sh", *program],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            cwd="/",
+            env={"PYTHONPATH": str(_PACKAGES), "PATH": "/usr/bin:/bin"},
+        ) as shell:
+            assert shell.stdout is not None
+            if shell.stdout.readline() != b"ready\n":
+                raise GpuFailed("the process that keeps device memory cannot be started", where=Where.SOURCE_RUNNING)

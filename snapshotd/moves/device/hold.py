@@ -1,0 +1,109 @@
+"""Hands the device memory of one process over to the holder, which copies it from the GPU while it is sent.
+
+Nothing is copied while the job waits, an undo maps the memory again, and the host memory that a move needs does not depend on
+the rank's size: the stripe files are a window (snapshotd/holder/copying.py).
+
+Invariant: memory is released by its process only when the holder keeps all of it, until the move has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from snapshotd.api.errors import GpuFailed, RankGone, Where
+from snapshotd.holder import copying
+from snapshotd.holder.client import Holder
+from snapshotd.holder.copying import Copying, stripe_sizes
+from snapshotd.inprocess import holding
+from snapshotd.inprocess.holding import CannotExport, HeldBlock
+from snapshotd.moves.device.memory import Lost
+from snapshotd.moves.device.source_channel import SourceChannel
+from snapshotd.moves.node import Node
+from snapshotd.moves.record import StripedProcess
+from snapshotd.proc.tree import Process
+from snapshotd.runtime.blocking import in_thread
+
+
+def key_of(move: str, process: Process) -> str:
+    return f"{move}/{process.pid}"
+
+
+def window_bytes(stripes: int, slot_bytes: int) -> int:
+    """The host memory that one process needs: the files' window, and pinned memory."""
+    return stripes * (copying.AHEAD_BYTES + copying.BEHIND_BYTES + 4 * slot_bytes)
+
+
+class Hold:
+    """One process whose memory the holder takes over."""
+
+    def __init__(
+        self, node: Node, move: str, process: Process, gpu: str, folder: Path, names: Sequence[str], slot_bytes: int
+    ) -> None:
+        self._holder, self._names, self._slot_bytes = node.holder, list(names), slot_bytes
+        self.key = key_of(move, process)
+        found = holding.find(process)
+        if found is None:
+            raise RankGone(f"the shim is not active in process {process.pid}", where=Where.SOURCE_RUNNING)
+        self._holding = found
+        self._copying = Copying(gpu, folder, names, slot_bytes, node.holder.path, node.config.gpu_library_dir)
+        self._blocks: list[HeldBlock] = []
+
+    async def prepare(self) -> None:
+        """While the job runs. Raises a SnapshotError or OSError; nothing has happened then."""
+        await in_thread(self._holder.start)
+        await in_thread(self._holding.ready, len(self._names), self._slot_bytes)
+        await self._copying.start()
+
+    def hand_over(self, timeout_s: float) -> int:
+        """Blocking. Returns the bytes. As `Holding.hand_over`, but memory that cannot be exported is GpuFailed."""
+        try:
+            return self._holding.hand_over(timeout_s, self._keep)
+        except CannotExport as error:
+            raise GpuFailed(f"its device memory cannot be exported: {error}", where=Where.SOURCE_FROZEN) from error
+
+    def _keep(self, blocks: Sequence[HeldBlock], fds: Sequence[int]) -> None:
+        self._holder.keep(self.key, blocks, fds)
+        self._blocks += blocks
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of its stripes."""
+        return stripe_sizes(self._blocks, len(self._names), self._slot_bytes)
+
+    def begin(self, channel: SourceChannel) -> asyncio.Task[None]:
+        """Copies and sends from now on. The task ends when all is copied."""
+        return self._copying.begin(self.key, self.sizes, lambda: channel.outgoing, channel.advance)
+
+    async def close(self) -> None:
+        """Stops copying; the holder still keeps the memory. Idempotent."""
+        await self._copying.close()
+        self._holding.close()
+
+
+def take_back(holder: Holder, move: str, one: StripedProcess, timeout_s: float) -> int:
+    """Undo: gives a process its memory back; the bytes. Blocking. Raises GpuFailed or Timeout (retry later), and Lost."""
+    key, process = key_of(move, one.process), one.process
+    if key not in holder.kept():
+        raise Lost(f"the device memory of process {process.pid} is gone: the process that kept it has ended")
+    found = holding.find(process)
+    if found is None:
+        raise RankGone(f"process {process.pid} has ended", where=Where.ENDED)
+
+    def batches() -> Iterator[list[int]]:
+        for _, fds in holder.held(key):
+            yield fds
+
+    found.ready(len(one.stripes), one.slot_bytes)
+    return found.take_back(timeout_s, batches())
+
+
+def held_bytes(holder: Holder, move: str) -> int:
+    """What is kept for a move. Blocking."""
+    return sum(size for key, size in holder.kept().items() if key.startswith(f"{move}/"))
+
+
+def let_go(holder: Holder, move: str) -> None:
+    """The move has ended. Blocking. Idempotent."""
+    holder.drop([key for key in holder.kept() if key.startswith(f"{move}/")])

@@ -1,0 +1,111 @@
+"""The process that keeps device memory: it outlives its clients, and ends when it keeps nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from snapshotd.api.errors import GpuFailed
+from snapshotd.holder.client import Holder
+from snapshotd.holder.process import BATCH
+from snapshotd.inprocess.holding import HeldBlock
+from tests.shim.jobs import until
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "holder.sock"
+
+
+@pytest.fixture
+def holder(place: Path) -> Iterator[Holder]:
+    holder = Holder(place)
+    yield holder
+    holder.drop(list(holder.kept()))
+    holder.close()
+    until(lambda: not place.exists())
+
+
+def memory(content: bytes) -> int:
+    fd = os.memfd_create("memory")
+    os.write(fd, content)
+    return fd
+
+
+def keep(holder: Holder, key: str, contents: list[bytes]) -> None:
+    for at in range(0, len(contents), BATCH):
+        some = contents[at : at + BATCH]
+        fds = [memory(content) for content in some]
+        holder.keep(key, [HeldBlock((at + number) << 21, len(one), 0) for number, one in enumerate(some)], fds)
+        for fd in fds:
+            os.close(fd)
+
+
+def kept(holder: Holder, key: str) -> list[tuple[int, bytes]]:
+    return [
+        (block.address, os.pread(fd, block.bytes, 0))
+        for blocks, fds in holder.held(key)
+        for block, fd in zip(blocks, fds, strict=True)
+    ]
+
+
+def test_memory_is_given_back_in_its_order(holder: Holder) -> None:
+    contents = [os.urandom(16) for _ in range(3 * BATCH + 1)]
+    keep(holder, "m-1/7", contents)
+    keep(holder, "m-2/8", [b"other"])
+    assert kept(holder, "m-1/7") == [(number << 21, content) for number, content in enumerate(contents)]
+    assert holder.kept() == {"m-1/7": 16 * len(contents), "m-2/8": 5}
+    holder.drop(["m-1/7"])
+    assert kept(holder, "m-1/7") == []
+    assert holder.kept() == {"m-2/8": 5}
+
+
+def test_memory_outlives_the_daemon(holder: Holder, place: Path) -> None:
+    keep(holder, "m-1/7", [b"content"])
+    holder.close()  # as if its daemon had ended
+    again = Holder(place)
+    assert kept(again, "m-1/7") == [(0, b"content")]
+    again.close()
+
+
+def test_signals_for_the_daemon_do_not_end_it(holder: Holder) -> None:
+    keep(holder, "m-1/7", [b"content"])
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(holder.pid, number)
+    assert kept(holder, "m-1/7") == [(0, b"content")]
+
+
+def test_it_ends_with_its_last_client_if_it_keeps_nothing(place: Path) -> None:
+    holder = Holder(place)
+    assert holder.kept() == {}
+    assert not place.exists(), "nothing was started to ask that"
+    holder.start()
+    pid = holder.pid
+    holder.close()
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    assert not place.exists()
+
+
+def test_killed_holder_is_reported_and_replaced(holder: Holder) -> None:
+    keep(holder, "m-1/7", [b"content"])
+    pid = holder.pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    with pytest.raises(GpuFailed, match="does not answer"):
+        holder.kept()
+    keep(holder, "m-1/8", [b"more"])
+    assert holder.kept() == {"m-1/8": 4}
+
+
+def test_wrong_request_is_refused_and_closes_its_descriptors(holder: Holder) -> None:
+    holder.start()
+    before = len(os.listdir(f"/proc/{holder.pid}/fd"))
+    fd = memory(b"x")
+    with pytest.raises(GpuFailed, match="1 descriptors for 2 blocks"):
+        holder.keep("m-1/7", [HeldBlock(0, 1, 0), HeldBlock(1, 1, 0)], [fd])
+    os.close(fd)
+    assert len(os.listdir(f"/proc/{holder.pid}/fd")) == before
