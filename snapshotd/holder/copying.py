@@ -24,7 +24,7 @@ _COPIER = "snapshotd.holder.copier"
 #: A fresh attach to the driver takes seconds.
 READY_S = 60.0
 #: The window of each file, in front of what was sent, and behind it: a connection that breaks may have lost that much.
-AHEAD_BYTES, BEHIND_BYTES = 64 << 20, 64 << 20
+AHEAD_BYTES, BEHIND_BYTES = 48 << 20, 48 << 20
 #: How often what was sent is passed on.
 _RELAY_S = 0.005
 #: How many processes that copy may be lost.

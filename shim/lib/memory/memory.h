@@ -35,6 +35,7 @@ bool enter_runtime_device(const void *caller);
 /* physical.c: the physical memory of a block. Results are the driver's. */
 struct cuda_property property_on(int device);
 int physical_attach(struct block *block); /* on failure it stays away */
+bool physical_is_exportable(const struct block *block); /* as far as can be told without asking the driver */
 int physical_export(const struct block *block, int *descriptor);
 int physical_import(struct block *block, int descriptor); /* maps that memory; on failure it stays away */
 int physical_detach(struct block *block); /* it is away, unless the driver refused */

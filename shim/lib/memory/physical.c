@@ -88,13 +88,21 @@ int physical_attach(struct block *block)
 	return status ? status : map(block, created, handle);
 }
 
+/* The program may have created memory that cannot be shared, or released the handle: then the mapping alone keeps it. */
+bool physical_is_exportable(const struct block *block)
+{
+	const struct physical *created = block->physical ? physical_numbered(block->physical) : NULL;
+
+	if (!driver() || !driver()->cuMemExportToShareableHandle || !driver()->cuMemImportFromShareableHandle)
+		return false;
+	return created ? created->held && created->property.handle_types & POSIX_DESCRIPTOR : !LOAD(&descriptors_refused);
+}
+
 int physical_export(const struct block *block, int *descriptor)
 {
 	const struct physical *created = block->physical ? physical_numbered(block->physical) : NULL;
 
-	/* The program may have released the handle; then the mapping alone keeps the memory. */
-	if (!driver()->cuMemExportToShareableHandle || !driver()->cuMemImportFromShareableHandle ||
-	    (created && !created->held))
+	if (!physical_is_exportable(block))
 		return CUDA_NOT_SUPPORTED;
 	return driver()->cuMemExportToShareableHandle(descriptor, created ? created->handle : block->handle, POSIX_DESCRIPTOR,
 						      0);

@@ -161,6 +161,20 @@ uint64_t striped_bytes(void)
 	return bytes;
 }
 
+/* The job runs: what it allocates later is found out by HAND_OVER. */
+static int all_are_exportable(int64_t until_ns)
+{
+	int status = 0;
+
+	if (!blocks_lock_until(until_ns))
+		return refuse(EAGAIN, "a thread is in the middle of allocating or freeing device memory");
+	for (size_t i = 0; i < blocks_count() && !status; i++)
+		if (block_at(i)->counted && !physical_is_exportable(block_at(i)))
+			status = refuse(EXDEV, "the program has created memory that cannot be exported");
+	blocks_unlock();
+	return status;
+}
+
 int make_ready(int64_t until_ns)
 {
 	uint64_t count = snapshim_mailbox.argument[1], slot_bytes = snapshim_mailbox.argument[2];
@@ -207,6 +221,8 @@ int make_ready(int64_t until_ns)
 	status = prepare_all(until_ns);
 	if (!status && !offloaded && !stripes.holds)
 		status = explain(workers_run(stripes.count, map_stripe, until_ns));
+	if (!status && !offloaded && stripes.holds)
+		status = all_are_exportable(until_ns);
 	if (status)
 		give_up();
 	snapshim_mailbox.result[0] = offloaded ? striped_bytes() : LOAD(&snapshim_mailbox.device_bytes);

@@ -32,7 +32,7 @@ def key_of(move: str, process: Process) -> str:
 
 def window_bytes(stripes: int, slot_bytes: int) -> int:
     """The host memory that one process needs: the files' window, and pinned memory."""
-    return stripes * (copying.AHEAD_BYTES + copying.BEHIND_BYTES + 4 * slot_bytes)
+    return stripes * (copying.AHEAD_BYTES + copying.BEHIND_BYTES + 3 * slot_bytes)
 
 
 class Hold:

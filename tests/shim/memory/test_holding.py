@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from snapshotd.api.errors import GpuFailed
 from snapshotd.inprocess.abi import Command
 from snapshotd.inprocess.holding import BATCH, CannotExport, HeldBlock, Holding
 from tests.fakes.cuda_fake import GpuNode
@@ -126,6 +127,16 @@ def test_memory_that_cannot_be_exported_stays(start_job: Start, node: GpuNode, h
     node.clear_faults()
     job.is_settled(offloaded=False)
     job.is_unharmed()
+
+
+def test_memory_that_was_created_without_a_descriptor_is_found_before_the_job_waits(start_job: Start) -> None:
+    """As torch's expandable segments create it."""
+    job = start_job("grow 1", "segments")
+    one = holding(job)
+    with pytest.raises(GpuFailed, match="cannot be exported"):
+        one.ready(STRIPES, SLOT_BYTES)
+    one.close()
+    job.is_settled(offloaded=False)
 
 
 def test_failed_import_leaves_the_memory_to_a_retry(start_job: Start, node: GpuNode, held: Held) -> None:
