@@ -1,0 +1,82 @@
+"""Device memory that stays on the GPU until it is sent (`hold_device_memory`), on a real GPU.
+
+Source and target share one GPU here, so it needs room for the rank twice. `SNAPSHOT_GPU_HOLD_GIB` sets the size of the large job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.gpu.gpu_jobs import (
+    GIB,
+    SOURCE,
+    STEPS,
+    TARGET,
+    Training,
+    Undisturbed,
+    measured,
+    needs_cuda,
+    record,
+    undisturbed_runs,
+)
+from integration.harness import Cluster
+from snapshotd.runtime.faults import Point
+
+pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(500), needs_cuda()]
+
+FOLDER = Path(__file__).parents[1] / ".work" / "gpu"
+LARGE_GIB = os.environ.get("SNAPSHOT_GPU_HOLD_GIB", "8")
+LARGE = ("--gib", LARGE_GIB, "--steps", str(2 * STEPS))
+UNDONE = 11
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Iterator[Undisturbed]:
+    with undisturbed_runs(FOLDER) as runs:
+        runs.want(LARGE)
+        yield runs
+
+
+@pytest.fixture
+def holding(nodes: Cluster) -> Iterator[Cluster]:
+    _configure(nodes, hold=True)
+    yield nodes
+    _configure(nodes, hold=False)
+
+
+def _configure(nodes: Cluster, *, hold: bool) -> None:
+    for node in (SOURCE, TARGET):
+        path = nodes.lab.layout.node(node) / "snapshotd.toml"
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("hold_device_memory")]
+        path.write_text("\n".join([f"hold_device_memory = {json.dumps(hold)}", *lines]) + "\n")
+        nodes.lab.kill_daemon(node)
+        nodes.lab.start_daemon(node)
+
+
+def test_held_memory_moves_there_and_back_and_is_undone(holding: Cluster, undisturbed: Undisturbed) -> None:
+    """One job: an undone move, a move there, and a move back with memory that was created by another process."""
+    training = Training.start(holding, "hold", LARGE, device_memory="offload")
+    training.await_moment()
+    holding.fault(SOURCE, Point.STREAM, "fail")
+    undone = holding.move(training.job, TARGET, expect=UNDONE)
+    training.await_progress()
+    results = []
+    for to in (TARGET, SOURCE):
+        result = training.move(to)
+        assert result["warnings"] == []
+        offloaded = sum(part["bytes"] for part in result["parts"] if part["name"] == "offload")
+        assert offloaded >= float(LARGE_GIB) * GIB
+        results.append(measured(result))
+        training.runs_on(to)
+    training.ends_as(undisturbed.want(LARGE))
+    record("hold", gib=LARGE_GIB, undone=measured(undone), moves=results)
+    print(f"\n| {LARGE_GIB} GiB | undone | there | back |\n| --- | --- | --- | --- |")
+    for name in ("unlock", "offload", "relock", "checkpoint", "criu-dump", "criu-restore", "cuda-restore", "refill"):
+        row = [f"{one.get('parts', {}).get(name, 0):.3f}" for one in (measured(undone), *results)]
+        print(f"| {name} | {' | '.join(row)} |")
+    print(f"| pause | {' | '.join(str(one.get('pause_s', '')) for one in (measured(undone), *results))} |")
