@@ -1,6 +1,6 @@
 """Device memory that stays on the GPU until it is sent (`hold_device_memory`), on a real GPU.
 
-Source and target share one GPU here, so it needs room for the rank twice. `SNAPSHOT_GPU_HOLD_GIB` sets the size of the large job.
+Source and target share one GPU here, so it needs room for the rank twice. `SNAPSHOT_GPU_HOLD_GIB` sets the size of the job.
 """
 
 from __future__ import annotations
