@@ -62,8 +62,9 @@ class Child:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._child.line, [json.dumps(message).encode()], fds)
 
-    async def ready(self, limit_s: float = READY_S) -> None:
+    async def ready(self, limit_s: float | None = None) -> None:
         """Waits until the child has started. Internal if it hangs: the caller can still use the image channel."""
+        limit_s = READY_S if limit_s is None else limit_s
         try:
             async with asyncio.timeout(limit_s):
                 await self.hear()
