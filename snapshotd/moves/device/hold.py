@@ -21,7 +21,7 @@ from snapshotd.inprocess.holding import CannotExport, HeldBlock
 from snapshotd.moves.device.memory import Lost
 from snapshotd.moves.device.source_channel import SourceChannel
 from snapshotd.moves.node import Node
-from snapshotd.moves.record import StripedProcess
+from snapshotd.moves.record_parts import StripedProcess
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import in_thread
 
