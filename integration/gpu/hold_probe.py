@@ -8,7 +8,7 @@ as the shim does. Then, each with its time or the driver's error:
 - export and send; import and map by another process, and by one of another user (nobody);
 - a copy to pinned memory from all segments, while the owner is checkpointed by the driver;
 - the owner imports them again and maps them at the same addresses, and the content is right;
-- the owner, whose memory is imported now, exports it again, and is checkpointed with it mapped;
+- the owner, whose memory is imported now, exports it again (r580 refuses), and copies it into memory of its own first;
 - the process that copied is killed, and the descriptors alone keep the memory.
 """
 
@@ -118,7 +118,12 @@ class Peer:
         self.line.send(json.dumps(message).encode())
 
     def hear(self) -> dict[str, Any]:
-        blob = self.line.recv(1 << 16)
+        try:
+            blob = self.line.recv(1 << 16)
+        except TimeoutError:
+            return {"error": "no answer in 30 s"}
+        except OSError:
+            blob = b""
         return dict(json.loads(blob)) if blob else {"gone": True}
 
     def send_fds(self, fds: list[int]) -> None:
@@ -182,7 +187,19 @@ def owner(peer: Peer, count: int, size: int) -> None:
     def export_one() -> None:
         os.close(cuda.export(handles[0]))
 
-    acts = {"send": send, "let go": let_go, "take": take, "check": check, "export one": export_one}
+    def own() -> None:
+        spare = cuda.reserve(size)
+        for number, place in enumerate(places):
+            fresh = cuda.create(size)
+            cuda.map(spare, size, fresh)
+            cuda.call("cuMemcpyDtoD_v2", u64(spare), u64(place), size_t(size))
+            cuda.call("cuCtxSynchronize")
+            cuda.call("cuMemUnmap", u64(spare), size_t(size))
+            cuda.let_go(place, size, handles[number])
+            cuda.map(place, size, fresh)
+            handles[number] = fresh
+
+    acts = {"send": send, "let go": let_go, "take": take, "check": check, "export one": export_one, "own": own}
     while (name := peer.hear().get("do")) is not None:
         answered(peer, acts[name])
 
@@ -221,6 +238,7 @@ def started(role: str, count: int, size: int, user: int = 0) -> Iterator[tuple[s
         [sys.executable, os.path.abspath(__file__), "--role", *arguments], pass_fds=[theirs.fileno()]
     )
     theirs.close()
+    ours.settimeout(30)
     peer = Peer(ours)
     try:
         yield process, peer
@@ -239,9 +257,12 @@ def show(what: str, answer: dict[str, Any] | float, size: int = 0) -> None:
 
 
 def ask(peer: Peer, name: str, give: list[int] | None = None) -> dict[str, Any]:
-    peer.say(do=name)
-    for at in range(0, len(give or ()), BATCH):
-        peer.send_fds((give or [])[at : at + BATCH])
+    try:
+        peer.say(do=name)
+        for at in range(0, len(give or ()), BATCH):
+            peer.send_fds((give or [])[at : at + BATCH])
+    except OSError as error:
+        return {"error": str(error)}
     return peer.hear()
 
 
@@ -282,8 +303,11 @@ def main(count: int, size: int) -> None:
         show("the owner imports and maps all again", ask(owner_peer, "take", held))
         show("the content is right", ask(owner_peer, "check"))
         show("the owner exports a segment that it has imported", ask(owner_peer, "export one"))
-        _checkpointed("the driver checkpoints the owner with imported memory", own.pid)
-        show("the content is right after that", ask(owner_peer, "check"))
+        show("the owner copies all into memory of its own", ask(owner_peer, "own"), count * size)
+        show("the content is right", ask(owner_peer, "check"))
+        show("the owner exports a segment that it has copied", ask(owner_peer, "export one"))
+        _checkpointed("the driver checkpoints and restores the owner", own.pid)
+        show("the content is right", ask(owner_peer, "check"))
     with started("reader", count, size) as (killed, peer):
         peer.hear()
         ask(peer, "take", held)

@@ -56,6 +56,7 @@ enum snapshim_command {
 	/* Instead of OFFLOAD: sends descriptors of the physical memory over the socket, and releases it; result[0]: bytes. EXDEV:
 	 * some of it cannot be exported, and nothing was released. An older library does not know it */
 	SNAPSHIM_MEMORY_HAND_OVER = 37,
+	SNAPSHIM_MEMORY_OWN = 39, /* replaces what TAKE_BACK has mapped by memory of this process, while the job is parked */
 	SNAPSHIM_MEMORY_TAKE_BACK = 38, /* instead of FILL: maps the memory whose descriptors come over the socket */
 };
 

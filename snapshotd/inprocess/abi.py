@@ -37,6 +37,7 @@ class Command(enum.IntEnum):
     MEMORY_FILL = 35
     MEMORY_DROP = 36
     MEMORY_HAND_OVER = 37
+    MEMORY_OWN = 39
     MEMORY_TAKE_BACK = 38
 
 

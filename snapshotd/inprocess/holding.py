@@ -140,6 +140,20 @@ class Holding:
             raise devmem._failure(self.process, "taken back", answer)
         return answer.first
 
+    def has_imported(self) -> bool:
+        """Whether it has memory that another process created, as after `take_back`. The driver can neither export such memory
+        again nor restore a process that has it, so such a rank is refused (`gpu-ipc`)."""
+        return self._mailbox.state().imports > 0
+
+    def own(self, timeout_s: float) -> None:
+        """Replaces such memory by memory of the process itself, one block after the other: copied on the GPU, where one block more
+        needs room. The job's threads are parked, its driver unlocked; `ready` comes first. Raises GpuFailed: what was not
+        replaced is still there."""
+        try:
+            self._ask("made its own", Command.MEMORY_OWN, timeout_s)
+        finally:
+            self.close()
+
     def close(self) -> None:
         """Idempotent."""
         if self._line is not None:

@@ -44,7 +44,7 @@ static int dispatch(uint32_t command, int64_t timeout_ns)
 	case SNAPSHIM_NCCL_CLOSE_DEVICES:
 	case SNAPSHIM_NCCL_DEVICES:
 		return nccl_dispatch(command, timeout_ns);
-	case SNAPSHIM_MEMORY_OPEN ... SNAPSHIM_MEMORY_TAKE_BACK:
+	case SNAPSHIM_MEMORY_OPEN ... SNAPSHIM_MEMORY_OWN:
 		return memory_dispatch(command, timeout_ns);
 	default:
 		add_text("this library does not know command ");

@@ -105,6 +105,13 @@ void block_changed(struct block *block)
 	count_in(block, can_be_offloaded(block));
 }
 
+void block_is_imported(struct block *block, bool imported)
+{
+	if (block->imported != imported)
+		__atomic_add_fetch(&snapshim_mailbox.ipc_imports, imported ? 1 : (uint64_t)-1, __ATOMIC_RELAXED);
+	block->imported = imported;
+}
+
 bool block_add(const struct block *block)
 {
 	size_t at = blocks_from(block->address);

@@ -25,6 +25,7 @@ struct block {
 	bool striped; /* its content is part of the stripes of the current or last OFFLOAD */
 	bool away; /* it has no physical memory */
 	bool freed; /* by the program, during a capture: to be released after it */
+	bool imported; /* its memory was created by another process: it cannot be exported, and the driver restores no process with it */
 };
 
 /* Physical memory that the program creates itself (torch's expandable segments). The program holds our handle, we hold the
@@ -50,6 +51,7 @@ size_t blocks_from(uint64_t address); /* the first that ends behind it */
 bool block_add(const struct block *block);
 void block_remove(struct block *block);
 void block_changed(struct block *block); /* updates the mailbox's counts */
+void block_is_imported(struct block *block, bool imported); /* likewise: as long as one is, the rank cannot move */
 
 uint64_t physical_add(const struct physical *physical); /* the program's handle; 0: no room */
 struct physical *physical_of(uint64_t handle); /* NULL: not ours */

@@ -162,6 +162,8 @@ static int hand_over_memory(int64_t until_ns)
 	if (status && may_retry)
 		return status;
 	if (!status)
+		status = explain(workers_run(1, own_all, until_ns));
+	if (!status)
 		status = explain(workers_run(1, hand_over, until_ns));
 	snapshim_mailbox.result[0] = striped_bytes();
 	return let_go(status);
@@ -179,6 +181,21 @@ static int taken(int status)
 		workers_finish(stripes.count, detach_all, by_ns);
 	}
 	return settled(status, by_ns);
+}
+
+/* ENOMEM: there is no room for it. What was not replaced stays as it is, and counts as imported. */
+static int own_memory(int64_t until_ns)
+{
+	int status;
+
+	if (!LOAD(&snapshim_mailbox.parked))
+		return refuse(EBUSY, "the job's threads are not parked");
+	if (LOAD(&snapshim_mailbox.device_offloaded))
+		return refuse(EALREADY, "the memory is offloaded");
+	status = prepare_all(until_ns);
+	if (!status)
+		status = explain(workers_run(1, own_all, until_ns));
+	return settled(status, now_ns() + CLEAN_UP_NS);
 }
 
 static int take_back_memory(int64_t until_ns)
@@ -222,7 +239,7 @@ int memory_dispatch(uint32_t command, int64_t timeout_ns)
 		return make_ready(until_ns);
 	if (!is_ready())
 		return refuse(EINVAL, "MEMORY_READY comes first");
-	if (is_ready_to_hold() != (command == SNAPSHIM_MEMORY_HAND_OVER || command == SNAPSHIM_MEMORY_TAKE_BACK))
+	if (is_ready_to_hold() != (command >= SNAPSHIM_MEMORY_HAND_OVER))
 		return refuse(EINVAL, "MEMORY_READY was asked for the other way");
 	switch (command) {
 	case SNAPSHIM_MEMORY_OFFLOAD:
@@ -231,6 +248,8 @@ int memory_dispatch(uint32_t command, int64_t timeout_ns)
 		return hand_over_memory(until_ns);
 	case SNAPSHIM_MEMORY_TAKE_BACK:
 		return take_back_memory(until_ns);
+	case SNAPSHIM_MEMORY_OWN:
+		return own_memory(until_ns);
 	default:
 		return fill_memory(until_ns);
 	}

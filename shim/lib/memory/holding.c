@@ -20,6 +20,73 @@ static void close_all(const int *descriptors, unsigned int count)
 		KERNEL(SYS_close, descriptors[i]);
 }
 
+/* Copies a block into memory that this process creates, at another address. */
+static int duplicate(struct worker *worker, const struct block *block, uint64_t address, uint64_t handle)
+{
+	struct cuda_access access = {{ON_DEVICE, block->device}, READ_AND_WRITE};
+	void *stream = NULL;
+	int left, status = CUDA(worker, cuMemMap, address, block->bytes, 0, handle, 0);
+
+	if (status)
+		return status;
+	status = CUDA(worker, cuMemSetAccess, address, block->bytes, &access, 1);
+	if (!status)
+		status = CUDA(worker, cuStreamCreate, &stream, NON_BLOCKING);
+	if (!status)
+		status = CUDA(worker, cuMemcpyDtoDAsync_v2, address, block->address, block->bytes, stream);
+	if (stream) {
+		left = CUDA(worker, cuStreamSynchronize, stream);
+		status = status ? status : left;
+		left = CUDA(worker, cuStreamDestroy_v2, stream);
+		status = status ? status : left;
+	}
+	left = CUDA(worker, cuMemUnmap, address, block->bytes);
+	return status ? status : left;
+}
+
+/* Needs room on the device for one block more. If it fails, the block has the memory that it had. */
+static int make_own(struct worker *worker, struct block *block)
+{
+	uint64_t address, handle;
+	int answer, status = enter(worker, block->device);
+
+	if (!status && !driver()->cuMemcpyDtoDAsync_v2)
+		status = worker_fails(worker, ENOSYS, "the driver lacks cuMemcpyDtoDAsync", 0);
+	if (!status)
+		status = CUDA(worker, cuMemAddressReserve, &address, block->bytes, 0, 0, 0);
+	if (status)
+		return status;
+	answer = physical_create(block, &handle);
+	if (answer)
+		status = worker_fails(worker, driver_status(answer), "cuMemCreate answers", answer);
+	if (!status) {
+		status = duplicate(worker, block, address, handle);
+		answer = status ? 0 : physical_detach(block);
+		if (answer && !block->away)
+			status = worker_fails(worker, EIO, "cuMemUnmap answers", answer);
+		if (status)
+			driver()->cuMemRelease(handle);
+		answer = status ? 0 : physical_map(block, handle);
+		if (answer)
+			status = worker_fails(worker, EIO, "cuMemMap or cuMemSetAccess answers", answer);
+	}
+	driver()->cuMemAddressFree(address, block->bytes);
+	return status;
+}
+
+int own_all(struct worker *worker)
+{
+	int status = 0;
+
+	for (size_t i = 0; i < blocks_count() && !status; i++)
+		if (block_at(i)->imported) {
+			status = make_own(worker, block_at(i));
+			if (!status)
+				status = worker_should_stop();
+		}
+	return status;
+}
+
 static int pass_on(struct worker *worker, const struct snapshim_held_block *records, const int *descriptors,
 		   unsigned int count)
 {

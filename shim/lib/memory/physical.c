@@ -114,7 +114,21 @@ int physical_import(struct block *block, int descriptor)
 	uint64_t handle;
 	int status = driver()->cuMemImportFromShareableHandle(&handle, (void *)(intptr_t)descriptor, POSIX_DESCRIPTOR);
 
-	return status ? status : map(block, created, handle);
+	if (!status)
+		status = map(block, created, handle);
+	if (!status)
+		block_is_imported(block, true);
+	return status;
+}
+
+int physical_create(const struct block *block, uint64_t *handle)
+{
+	return create(handle, block, block->physical ? physical_numbered(block->physical) : NULL);
+}
+
+int physical_map(struct block *block, uint64_t handle)
+{
+	return map(block, block->physical ? physical_numbered(block->physical) : NULL, handle);
 }
 
 int physical_detach(struct block *block)
@@ -125,6 +139,7 @@ int physical_detach(struct block *block)
 	if (status)
 		return status;
 	block->away = true;
+	block_is_imported(block, false);
 	if (!created || created->held)
 		status = driver()->cuMemRelease(created ? created->handle : block->handle);
 	return status;

@@ -129,6 +129,7 @@ static void settle_leaving(uint64_t address, size_t bytes, bool gone)
 		} else if (!gone) {
 			block_at(i++)->leaving = 0;
 		} else {
+			block_is_imported(block_at(i), false);
 			block_remove(block_at(i));
 			if (--physical_numbered(number)->mappings)
 				physical_changed(number);

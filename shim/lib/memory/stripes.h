@@ -50,6 +50,7 @@ void streaming_copy(char *to, const char *from, uint64_t bytes);
 /* holding.c */
 int hand_over(struct worker *worker); /* one worker's: sends descriptors of all blocks that are counted */
 int take_back(struct worker *worker); /* one worker's: maps what is received; if it fails, detach_all has to follow */
+int own_all(struct worker *worker);   /* one worker's: replaces imported memory by memory of this process */
 /* copying.c */
 int drop_freed(struct worker *worker); /* one worker's */
 int copy_out(struct worker *worker);

@@ -9,10 +9,11 @@ Invariant: memory is released by its process only when the holder keeps all of i
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from snapshotd.api.errors import GpuFailed, RankGone, Where
+from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Where
 from snapshotd.holder import copying
 from snapshotd.holder.client import Holder
 from snapshotd.holder.copying import Copying, stripe_sizes
@@ -24,6 +25,8 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.record_parts import StripedProcess
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import in_thread
+
+log = logging.getLogger(__name__)
 
 
 def key_of(move: str, process: Process) -> str:
@@ -96,7 +99,26 @@ def take_back(holder: Holder, move: str, one: StripedProcess, timeout_s: float) 
             yield fds
 
     found.ready(len(one.stripes), one.slot_bytes)
-    return found.take_back(timeout_s, batches())
+    size = found.take_back(timeout_s, batches())
+    holder.drop([key])  # the process has it; a second copy of a block has room only without this
+    return size
+
+
+def own(one: StripedProcess, timeout_s: float) -> None:
+    """Makes memory that was taken back the process's own, because the driver can neither export imported memory nor restore a
+    process that has some. Blocking. Idempotent. A failure is only logged: the rank continues, and cannot move again."""
+    found = holding.find(one.process)
+    if found is None or not found.has_imported():
+        return
+    try:
+        found.ready(len(one.stripes), one.slot_bytes)
+        found.own(timeout_s)
+    except SnapshotError as error:
+        log.warning(
+            "process %d: its device memory was handed back, but cannot be made its own: %s. The rank continues, and cannot"
+            " move again (gpu-ipc) until it has freed that memory",
+            *(one.pid, error.message),
+        )
 
 
 def held_bytes(holder: Holder, move: str) -> int:

@@ -62,10 +62,13 @@ async def on_source(image_dir: Path, move_log: MoveLog, holder: Holder) -> None:
         memory.cancel()  # a command from before a restart of this daemon
         if not memory.offloaded():
             _drop(memory)
+            if one.held:
+                hold.own(one, limit_s)
             return
         if one.held:
             size = hold.take_back(holder, move_log.move, one, limit_s)
             log.info("process %d: %d bytes of device memory were handed back", process.pid, size)
+            hold.own(one, limit_s)
             return
         try:
             with stripe_files.opened(folder, one.stripes, os.O_RDONLY) as fds:

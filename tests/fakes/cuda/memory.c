@@ -329,7 +329,7 @@ CUresult memory_to_host(unsigned int delay_ms)
 
 CUresult memory_to_devices(const struct node *node, unsigned int delay_ms)
 {
-	CUresult result = account(node, 0, 0);
+	CUresult result = physical_has_imported() ? CUDA_ERROR_NOT_SUPPORTED : account(node, 0, 0);
 
 	if (result != CUDA_SUCCESS)
 		return result;

@@ -97,7 +97,7 @@ CUresult physical_export(int *file, CUmemGenericAllocationHandle handle)
 
 	memory_lock();
 	memory = physical_of(handle);
-	if (memory && memory->prop.requestedHandleTypes & HANDLE_FILE) {
+	if (memory && !memory->imported && memory->prop.requestedHandleTypes & HANDLE_FILE) {
 		snprintf(path, sizeof path, "/proc/self/map_files/%lx-%lx", (long)memory->home,
 			 (long)memory->home + (long)memory->bytes);
 		*file = open(path, O_RDWR);
@@ -152,6 +152,14 @@ void physical_add_held(uint64_t bytes[MAX_GPUS])
 {
 	for (int i = 0; i < physical_count; i++)
 		bytes[physical[i].prop.location.id] += physical[i].imported ? 0 : physical[i].bytes;
+}
+
+bool physical_has_imported(void)
+{
+	for (int i = 0; i < physical_count; i++)
+		if (physical[i].bytes && physical[i].imported)
+			return true;
+	return false;
 }
 
 bool physical_copy_to_host(void)

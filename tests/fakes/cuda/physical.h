@@ -34,6 +34,7 @@ CUresult physical_drop_if_unused(struct physical *memory);
 void physical_add_held(uint64_t bytes[MAX_GPUS]);
 
 /* For the driver's threads, while no thread is inside the gate. */
+bool physical_has_imported(void); /* the driver restores no process that has memory of another one */
 bool physical_copy_to_host(void); /* false: there was no room, nothing has changed */
 void physical_leave_devices(void);
 bool physical_to_devices(void); /* false: not all is back; may be repeated */

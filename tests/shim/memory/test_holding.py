@@ -14,7 +14,7 @@ from snapshotd.inprocess.abi import Command
 from snapshotd.inprocess.holding import BATCH, CannotExport, HeldBlock, Holding
 from tests.fakes.cuda_fake import GpuNode
 from tests.shim.jobs import STUCK_S
-from tests.shim.memory.conftest import Start
+from tests.shim.memory.conftest import Room, Start
 from tests.shim.memory.jobs import MIB, SLOT_BYTES, STRIPES, DeviceJob, refused
 
 GRAIN = 2 * MIB
@@ -64,6 +64,52 @@ def take_back(job: DeviceJob, held: Held) -> int:
     return one.take_back(STUCK_S, held.batches())
 
 
+def own(job: DeviceJob) -> None:
+    one = holding(job)
+    one.ready(STRIPES, SLOT_BYTES)
+    one.own(STUCK_S)
+    assert not one.has_imported()
+
+
+def test_memory_that_was_taken_back_is_made_the_jobs_own(start_job: Start, room: Room, held: Held) -> None:
+    """Or the driver could not restore the process after a checkpoint, and the memory not be handed over again."""
+    job = start_job("grow 3")
+    taken = room()
+    hand_over(job, held)
+    assert room() > taken
+    take_back(job, held)
+    own(job)
+    assert room() == taken, "it is on the job's account again"
+    held.close()
+    held.fds.clear()
+    job.is_unharmed()
+
+
+def test_lack_of_room_leaves_the_job_with_memory_that_it_cannot_export(
+    start_job: Start, node: GpuNode, held: Held
+) -> None:
+    job = start_job("grow 3")
+    hand_over(job, held)
+    take_back(job, held)
+    one = holding(job)
+    one.ready(STRIPES, SLOT_BYTES)
+    node.fault("create", "fail:CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(GpuFailed, match="cuMemCreate answers 2"):
+        one.own(STUCK_S)
+    assert one.has_imported(), "so that preflight refuses to move it"
+    own(job)
+    job.is_unharmed()
+
+
+def test_freed_memory_is_not_imported_any_more(start_job: Start, held: Held) -> None:
+    job = start_job("grow 2")
+    hand_over(job, held)
+    take_back(job, held)
+    job.is_unharmed()
+    assert job.do("shrink") == "done"
+    assert not holding(job).has_imported()
+
+
 def test_memory_is_handed_over_and_taken_back(start_job: Start, held: Held) -> None:
     job = start_job("grow 4")
     wanted = [(address, -(-size // GRAIN) * GRAIN) for address, size, _ in job.blocks() if size >= MIB]
@@ -83,6 +129,8 @@ def test_memory_is_handed_over_again_after_it_was_taken_back(start_job: Start, h
     job = start_job("grow 3")
     hand_over(job, held)
     take_back(job, held)
+    assert holding(job).has_imported()
+    own(job)
     job.is_unharmed()
     again = Held()
     hand_over(job, again)
