@@ -146,9 +146,10 @@ class Holding:
         return self._mailbox.state().imports > 0
 
     def own(self, timeout_s: float) -> None:
-        """Replaces such memory by memory of the process itself, one block after the other, copied on the GPU. It needs room for
-        one block there. The job's threads are parked, its driver unlocked; `ready` comes first. Raises GpuFailed: what was not
-        replaced is still there."""
+        """Replaces such memory by memory of the process itself, one block after the other, copied on the GPU.
+
+        It needs room for one block there. The job's threads are parked, its driver unlocked; `ready` comes first. Raises
+        GpuFailed: what was not replaced is still there."""
         try:
             self._ask("made its own", Command.MEMORY_OWN, timeout_s)
         finally:
