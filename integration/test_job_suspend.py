@@ -4,6 +4,7 @@ images are whole; and every loss is that of an undisturbed run."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from integration.harness import MIGRATOR, PATIENCE_S, WORKLOADS, Cluster, everything_below, until
+from integration.harness import MIGRATOR, PATIENCE_S, WORKLOADS, Cluster, Job, everything_below, until
 from integration.torch_jobs import TorchJob, TorchLab, at_rest
 from snapshotd.runtime.faults import Point
 from tests.sampling import Sampler
@@ -187,6 +188,26 @@ def _give_up_a_job(nodes: Cluster) -> None:
     assert _settled(nodes) == "running"
 
 
+def _resume_with_a_copy_that_dies_before_it_runs(nodes: Cluster, job: Job) -> None:
+    """The resumption is committed. Then it is taken back, and the job can be resumed again from the same image."""
+    _job(nodes, "suspend", job.name)
+    nodes.fault(TWO, Point.BEFORE_ACTIVATE, "kill")
+    command = [*MIGRATOR, "job", "resume", job.name, "--on", f"0={TWO}", "--lease", "10", "--json"]
+    with subprocess.Popen(command, env=nodes.environment(), stdout=subprocess.PIPE, text=True) as asked:
+        until("the daemon to be killed", lambda: nodes.lab.daemon_pid(TWO) is None or asked.poll() is not None)
+        assert nodes.lab.daemon_pid(TWO) is None, nodes.logs()
+        held = [pid for pid in nodes.processes_of("chain.py") if f"/{TWO}/" in Path(f"/proc/{pid}/cgroup").read_text()]
+        assert len(held) == 1, nodes.logs()
+        os.kill(held[0], signal.SIGKILL)
+        nodes.lab.start_daemon(TWO, timeout_s=PATIENCE_S)
+        out, _ = asked.communicate(timeout=PATIENCE_S)
+    assert json.loads(out)["outcome"] == "undone", f"{out}\n{nodes.logs()}"
+    assert _settled(nodes) == "suspended", nodes.logs()
+    assert job.process.poll() is None, "the launcher notices nothing"
+    _job(nodes, "resume", job.name)
+    job.await_progress(2)
+
+
 def test_single_rank_is_suspended_resumed_where_it_was_and_moved(nodes: Cluster) -> None:
     job = nodes.workload(ONE, "chain.py")
     job.await_lines(3)
@@ -194,6 +215,7 @@ def test_single_rank_is_suspended_resumed_where_it_was_and_moved(nodes: Cluster)
     lines = job.lines()
     _job(nodes, "resume", job.name)
     job.await_lines(len(lines) + 3)
+    _resume_with_a_copy_that_dies_before_it_runs(nodes, job)
     nodes.move(job, SPARE)
     job.await_progress(2)
     _job(nodes, "suspend", job.name)  # its home keeper is on another node now

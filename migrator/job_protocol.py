@@ -1,11 +1,14 @@
-"""The protocol of suspending and resuming a whole job: what is asked of which daemon, in which order, and how it is undone.
+"""The protocol of suspending, resuming, snapshotting and rolling back a whole job: what is asked of which daemon, in which
+order, and how it is undone.
 
 **Invariant: at most one incarnation of the job runs, and if none runs, whole images of all its ranks exist.** An
 incarnation is a set with one copy of every rank. The processes of a job run until Freeze stops them all. They end only if
 the outcome of the suspension is COMMIT, and that is recorded only when every rank's node has answered that it has a whole
 image. From then on the images are the job. Copies that are restored from them are held, and run only if the outcome of the
 resumption is COMMIT, which is recorded only when every target has answered that it holds its copy. The images are dropped
-when every target has answered that its copy runs.
+when every target has answered that its copy runs. If one answers instead that its copy died before it ran, the coordinator
+takes the resumption back: it overrules its COMMIT with ABORT and has the copies ended that run already (Job.EndRanks). When
+all of them have ended, the job is suspended as before, and can be resumed again.
 
 **Participants.** The *driver* (`migrator/jobs/`, part of `migrator job`) asks for the steps in order and decides nothing.
 The *coordinator* is the daemon of the node with the lowest rank. It keeps the record of the suspension, and that of every
@@ -14,6 +17,26 @@ image, and when it is resumed a *target*, the daemon that restores it; both may 
 each rank there is a move in the journal of these daemons: one with the role "source" for the suspension, on its store, and
 one with the role "target" for each resumption. Both name the coordinator's record, and its outcome is theirs. Otherwise
 they are moves like any other, with the same marks (`migrator/protocol.py`), and the same steps serve them.
+
+**Snapshots.** A snapshot is a suspension after which the ranks go on. Each goes on as soon as its own image is complete,
+whatever the outcome will be: until the others' images are complete too, their filters drop what it sends, so the cut stays
+consistent. Then the image is sent to the rank's *buddy*, another node, which keeps a copy of it. Both lie in memory. COMMIT,
+which needs all images and all copies, says that the snapshot counts. Then the one before is dropped, and not earlier. The
+last one is dropped when no node knows a rank of the job any more.
+
+**Rollback.** Job.Rollback makes the coordinator of the last snapshot record that the incarnation that runs is over. The
+record has its outcome from the beginning, and that is the decision: from then on no process of that incarnation may run
+anywhere. The coordinator has every node of the cluster end it (Job.EndRanks). A node records that it is over before it ends
+the first process, so copies on their way to it do not run either. Home keepers stay; for them the rank is away. When every
+node has answered, the record is settled, and the job is suspended: its images are those of the snapshot, of each rank the
+image or the copy. It is resumed by the table RESUME, as often as it takes. The snapshot stays, and a newer one replaces it.
+
+**Nodes that do not answer.** A rank of a job with a snapshot asks its coordinator every few seconds, through its daemon,
+whether it may run (Job.MayRun). If the coordinator's machine has been silent for CUT_OFF_S, the daemon ends the rank. So the
+coordinator may count a node, whose machine has been silent to it for FENCED_S, as one without processes of that incarnation.
+*The assumption is that the daemon of a node that is cut off is alive*, or that the machine is not. A machine that refuses
+connections has no daemon, and may have ranks: it is waited for, until its daemon is back or an operator declares the node
+dead (`--lost`). When a node comes back, its daemon knows or learns that the incarnation is over before anything of it runs.
 
 **Asking instead of tokens.** The coordinator asks every store or target itself before it records COMMIT, and every store
 and target asks the coordinator itself before it acts on an outcome. What the driver says is never believed.
@@ -43,13 +66,19 @@ image, and a target that holds a copy, ask the coordinator and wait as long as i
   restarted daemon asks the coordinator.
 - *A node*: before COMMIT of the suspension its rank has ended, as without us. A suspended job survives the reboot of any
   node except the home node of a rank, whose keeper and launcher end with it. After COMMIT of the resumption, a node that
-  dies takes its ranks with it.
+  dies with a held copy has the resumption taken back; one that dies with a copy that runs takes its ranks with it.
 - *Home keeper*: before COMMIT of the suspension, Commit is refused and its rank ends. Later the job is not resumed any more:
-  preflight asks each home node. `migrator job drop` gives it up, and ends the home keepers that are left.
-- A coordinator's or store's node that never returns: the images of its ranks are lost, and the job cannot be resumed.
+  preflight asks each home node. `migrator job drop` gives it up, and ends the home keepers that are left. After a rollback a
+  rank is resumed without its home keeper: its node may be the one that is lost.
+- A coordinator's or store's node that never returns: the images of its ranks are lost, and the job cannot be resumed. After a
+  snapshot the loss of any one node leaves the images of all ranks, but the loss of the coordinator's node leaves no record
+  by which they could be used: its ranks and all others of the job end when they have been cut off from it.
+- *During a snapshot*, any of them: the ranks go on, and the snapshot before it is kept.
+- *During a rollback*: before the record nothing has happened. After it, the coordinator's daemon continues, also after a
+  restart. A driver that dies is replaced by the next `migrator job rollback`.
 
-This file is pure: no I/O, no clock. `snapshotd/moves/job_rules.py` has the daemons' rules. `tests/protocol/test_jobs.py`
-walks every prefix of the tables with every participant dying.
+This file is pure: no I/O, no clock. `snapshotd/moves/job_rules.py` has the daemons' rules. `tests/protocol/test_jobs.py`,
+`test_snapshots.py` and `test_rollbacks.py` walk every event with every participant dying.
 """
 
 from __future__ import annotations
@@ -63,6 +92,7 @@ class Asked(StrEnum):
     COORDINATOR = "coordinator"
     STORES = "stores"  # the nodes with the ranks, then with their images; all at once
     TARGETS = "targets"  # all at once
+    BUDDIES = "buddies"  # the nodes that keep copies of a snapshot's images; all at once
 
 
 @dataclass(frozen=True)
@@ -77,7 +107,7 @@ class JobStep:
     undone_by: tuple[str, ...] = ()  # calls of the table's undo
 
 
-_COORDINATOR, _STORES, _TARGETS = Asked.COORDINATOR, Asked.STORES, Asked.TARGETS
+_COORDINATOR, _STORES, _TARGETS, _BUDDIES = Asked.COORDINATOR, Asked.STORES, Asked.TARGETS, Asked.BUDDIES
 _ABORT_SUSPENSION = ("Job.Abort", "Source.Abort")
 _ABORT_RESUMPTION = ("Job.Abort", "Target.Discard")
 
@@ -104,15 +134,39 @@ RESUME: tuple[JobStep, ...] = (
     JobStep("activate", "Target.Activate", _TARGETS, 60, "ask the coordinator, journal it, let the copies run"),
 )
 
+_ABORT_SNAPSHOT = ("Job.Abort", "Source.Abort", "Target.Discard")
+
+SNAPSHOT: tuple[JobStep, ...] = (
+    JobStep("preflight", "Source.Inspect", _STORES, 60, "list what the ranks use; refuse what cannot be restored"),
+    JobStep("prepare", "Job.Begin", _COORDINATOR, 30, "journal the snapshot, start the lease", ("Job.Abort",)),
+    JobStep("prepare", "Source.Begin", _STORES, 30, "reserve room for the images", ("Job.Abort", "Source.Abort")),
+    JobStep("prepare", "Target.Prepare", _BUDDIES, 60, "reserve room for the copies", _ABORT_SNAPSHOT),
+    # The pause begins.
+    JobStep("freeze", "Source.Freeze", _STORES, 120, "stop, freeze, filter: the cut", _ABORT_SNAPSHOT),
+    JobStep("store", "Source.Stream", _STORES, 3600, "dump into memory; then the rank goes on", _ABORT_SNAPSHOT),
+    # It has ended.
+    JobStep("copy", "Source.Send", _STORES, 3600, "send the images to the buddies, signed", _ABORT_SNAPSHOT),
+    JobStep("commit", "Job.Commit", _COORDINATOR, 60, "ask all stores and buddies, record COMMIT"),
+    JobStep("keep", "Source.Release", _STORES, 60, "ask the coordinator, keep the image"),
+    JobStep("keep", "Target.Activate", _BUDDIES, 60, "ask the coordinator, keep the copy"),
+)
+
 #: How each is undone, in this order: the record first. The others ask for it and act on it; without these calls they would
 #: do the same a little later.
-UNDO_SUSPEND = (
+UNDO_SUSPEND: tuple[JobStep, ...] = (
     JobStep("undo", "Job.Abort", _COORDINATOR, 60, "record ABORT"),
     JobStep("undo", "Source.Abort", _STORES, 120, "ask the coordinator, thaw the ranks, drop their images"),
 )
-UNDO_RESUME = (
+UNDO_RESUME: tuple[JobStep, ...] = (
     JobStep("undo", "Job.Abort", _COORDINATOR, 60, "record ABORT"),
     JobStep("undo", "Target.Discard", _TARGETS, 120, "ask the coordinator, drop the copies; the images stay"),
+)
+
+
+UNDO_SNAPSHOT: tuple[JobStep, ...] = (
+    JobStep("undo", "Job.Abort", _COORDINATOR, 60, "record ABORT"),
+    JobStep("undo", "Source.Abort", _STORES, 120, "ask the coordinator, thaw the ranks, drop their images"),
+    JobStep("undo", "Target.Discard", _BUDDIES, 120, "ask the coordinator, drop the copies"),
 )
 
 
@@ -121,6 +175,8 @@ class JobVerdict(StrEnum):
 
     SUSPENDED = "suspended"
     RESUMED = "resumed"
+    SNAPSHOTTED = "snapshotted"
+    ROLLED_BACK = "rolled back"
     REFUSED = "refused"
     UNDONE = "undone"
     UNKNOWN = "unknown"
@@ -154,4 +210,4 @@ def _row(phase: str, call: str, asked: str, does: str, undo: str) -> str:
 
 
 if __name__ == "__main__":
-    print(diagram(SUSPEND), diagram(RESUME), sep="\n\n")
+    print(diagram(SUSPEND), diagram(RESUME), diagram(SNAPSHOT), sep="\n\n")

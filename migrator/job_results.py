@@ -18,7 +18,9 @@ class JobOptions:
     user_id: int | None = None  # whose job it is; None: must be clear
     timeout_s: float | None = None
     lease_s: float = 30.0
-    on: Mapping[int, str] = field(default_factory=dict)  # resume: the nodes of ranks that go elsewhere
+    on: Mapping[int, str] = field(default_factory=dict)  # resume, rollback: the nodes of ranks that go elsewhere
+    lost: frozenset[str] = frozenset()  # rollback: nodes that the operator declares dead
+    reason: str = ""  # rollback
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class RankPlace:
     uid: str
     node: str  # of its image, or where it runs
     came_from: str = ""  # resume: the node that had its image
+    copy: str = ""  # snapshot: the node with the copy of its image
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class JobResult:
     ranks: list[RankPlace]
     seconds: float
     bytes: int = 0
+    pause_s: float = 0.0  # snapshot
     phases: list[PhaseTime] = field(default_factory=list)
     reason: str = ""
     state: str = ""  # what the job is doing now, in words
@@ -57,9 +61,11 @@ class JobResult:
             "coordinator": self.coordinator,
             "outcome": self.outcome.value,
             "ranks": [
-                {"rank": one.rank, "uid": one.uid, "node": one.node, "from": one.came_from} for one in self.ranks
+                {"rank": one.rank, "uid": one.uid, "node": one.node, "from": one.came_from, "copy": one.copy}
+                for one in self.ranks
             ],
             "seconds": round(self.seconds, 4),
+            "pause_s": round(self.pause_s, 4),
             "bytes": self.bytes,
             "phases": [phase.to_json() for phase in self.phases],
             "warnings": self.warnings,

@@ -40,8 +40,11 @@ from snapshotd.moves import stopping
 from snapshotd.moves.carry import Carry
 from snapshotd.moves.history import History
 from snapshotd.moves.jobs.coordinator import JobSteps
+from snapshotd.moves.jobs.ending import Endings
 from snapshotd.moves.jobs.home_keepers import HomeKeepers
 from snapshotd.moves.jobs.images import StoredImages
+from snapshotd.moves.jobs.tether import Tether
+from snapshotd.moves.jobs.watch import Watch
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.memory_watch import MemoryWatch
 from snapshotd.moves.nccl.communicators import Communicators
@@ -98,6 +101,8 @@ class Daemon:
         self.gates = GateSteps(self.node)
         self.home_keepers = HomeKeepers(journal, self.relays.report_end)
         self.jobs, self.images = JobSteps(self.node), StoredImages(self.node, self.home_keepers)
+        self.endings = Endings(self.node)
+        self.tether, self.watch = Tether(self.node, self.endings), Watch(self.node, self.jobs, self.images)
         self.members = Members(self.gates, lambda move: self.target.held(move))
         self.source = SourceSteps(self.node, self.peer.pending, Communicators(self.node, self.members))
         self.forwarding = Forwarding(self.node, self.source.departure.forwarded)
@@ -132,7 +137,7 @@ class Daemon:
         services.add("Peer", PeerServicer(self.peer, self.forwarding))
         services.add("Gate", GateServicer(self.gates, self.members))
         services.add("Home", HomeServicer(self.relays))
-        services.add("Job", JobServicer(self.jobs))
+        services.add("Job", JobServicer(self.jobs, self.endings))
 
         async def authorise(context: Context, move: str) -> None:
             self.target.authorise_source(move, context.caller.name)
@@ -149,9 +154,12 @@ class Daemon:
         self.home_keepers.adopt()
         await in_thread(self._sweep_filters)
         await self.adoption.sweep()  # before any settling: a dead keeper ends a move
+        await self.endings.sweep()
         self.source.settle_all()
         await self.keepers.start()
         self.history.start()
+        self.tether.start()
+        self.watch.start()
         self.health.start()
         self.memory_watch.start()
         self.progress.start()
@@ -185,6 +193,8 @@ class Daemon:
                     moving.settling.cancel()
         self._recalling.cancel()
         await self.memory_watch.stop()
+        await self.tether.stop()
+        await self.watch.stop()
         await self.health.stop()
         await self.progress.stop()
         await self.history.stop()

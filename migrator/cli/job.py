@@ -1,4 +1,4 @@
-"""`migrator job`: suspends a whole job to disk, resumes it, lists suspended jobs, and drops their images."""
+"""`migrator job`: suspends a whole job to disk, resumes it, takes snapshots of it, lists these, and drops their images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from migrator import formatting, users
@@ -33,7 +33,7 @@ def add(verbs: arguments.Verbs) -> None:
     parser = verbs.add(
         "job",
         None,
-        "suspend a whole job to disk, and resume it on the same or other nodes",
+        "suspend a whole job to disk, resume it, or take a snapshot of it while it runs",
         more="For jobs of CPU ranks that are connected with each other over TCP, and for single ranks.",
         examples="  migrator job suspend night\n  migrator job resume night --on 1=spare-1\n  migrator job list",
     )
@@ -61,9 +61,41 @@ def add(verbs: arguments.Verbs) -> None:
         metavar="RANK=NODE",
         help="node for a rank; can be repeated (default: the node that has its image)",
     )
-    for one in (suspending, resuming):
+    snapshotting = inner.add(
+        "snapshot",
+        _snapshot,
+        "take a consistent snapshot of all ranks, which go on",
+        more="All ranks are stopped at one moment, and each goes on as soon as its image is complete. The images lie in the"
+        " memory of the ranks' nodes, and a copy of each on another node. The snapshot counts when all of that is done, and"
+        " replaces the one before. It is removed when the job ends.",
+    )
+    rolling = inner.add(
+        "rollback",
+        _rollback,
+        "end all ranks of a job, and bring them back from its last snapshot",
+        more="For a job that has lost a rank or a node. Each rank goes on on its own node, a rank whose node does not answer"
+        " on a spare, unless --on names another one. The ranks of a node that does not answer end themselves when it has been"
+        " cut off for 15 seconds; --lost declares it dead, and does not wait for that. Later steps are repeated.",
+    )
+    rolling.add_argument(
+        "--on",
+        action="append",
+        default=[],
+        type=_rank_on_node,
+        metavar="RANK=NODE",
+        help="node for a rank; can be repeated",
+    )
+    rolling.add_argument(
+        "--lost",
+        action="append",
+        default=[],
+        type=arguments.node,
+        metavar="NODE",
+        help="assert that no process runs on this node, and that none will (it is powered off); can be repeated",
+    )
+    for one in (suspending, resuming, snapshotting, rolling):
         arguments.add_limits(one, "it", "the daemons", JobOptions.lease_s)
-    listing = inner.add("list", _list, "list suspended jobs, and those that are being suspended or resumed")
+    listing = inner.add("list", _list, "list suspended jobs, snapshots, and those that are being made or resumed")
     listing.add_argument("--all", action="store_true", help="also show suspensions and resumptions that have ended")
     dropping = inner.add(
         "drop",
@@ -72,7 +104,7 @@ def add(verbs: arguments.Verbs) -> None:
         more="Its `migrator run` processes, which wait for the ranks, end as if the ranks were killed.",
     )
     dropping.add_argument("--yes", action="store_true", help="confirm that the job is given up")
-    for one in (suspending, resuming, dropping):
+    for one in (suspending, resuming, snapshotting, rolling, dropping):
         named = "name of the job" if one is suspending else "name of the job, or the id of its record"
         one.add_argument("job", type=arguments.job, metavar="JOB", help=named)
         one.add_argument("--user", type=arguments.user, metavar="NAME|UID", help="user who has started it")
@@ -93,10 +125,25 @@ def _suspend(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
-    on = dict(options.on)
-    if len(on) < len(options.on):
-        raise Usage("--on names a rank twice", remedy="give one node for each rank")
+    on = _one_each(options.on)
     return _act(options, "resume", JobOptions(options.job, options.user, options.timeout, options.lease, on))
+
+
+def _snapshot(options: argparse.Namespace) -> int:
+    return _act(options, "snapshot", JobOptions(options.job, options.user, options.timeout, options.lease))
+
+
+def _rollback(options: argparse.Namespace) -> int:
+    on = _one_each(options.on)
+    asked = JobOptions(options.job, options.user, options.timeout, options.lease, on, frozenset(options.lost))
+    return _act(options, "rollback", asked)
+
+
+def _one_each(pairs: list[tuple[int, str]]) -> dict[int, str]:
+    on = dict(pairs)
+    if len(on) < len(pairs):
+        raise Usage("--on names a rank twice", remedy="give one node for each rank")
+    return on
 
 
 def _act(options: argparse.Namespace, what: str, asked: JobOptions) -> int:
@@ -116,7 +163,8 @@ async def _run(cluster: Cluster, what: str, asked: JobOptions, *, as_json: bool)
     from migrator import jobs  # after `enter`: it loads gRPC
 
     progress = show_on(sys.stderr, only_live=as_json)
-    work = jobs.suspend if what == "suspend" else jobs.resume
+    verbs = {"suspend": jobs.suspend, "resume": jobs.resume, "snapshot": jobs.snapshot, "rollback": jobs.rollback}
+    work = verbs[what]
     task = asyncio.create_task(work(cluster, asked, progress))
     Interrupts(
         task,
@@ -140,10 +188,13 @@ def _show(result: JobResult) -> None:
         print(f"{output.styled('warning:', 'yellow', sys.stderr)} {formatting.plain(warning)}", file=sys.stderr)
     count = f"{len(result.ranks)} rank{'s' if len(result.ranks) != 1 else ''}"
     took = formatting.seconds(result.seconds)
+    if result.outcome is JobVerdict.SNAPSHOTTED:
+        took += f", paused {formatting.seconds(result.pause_s)}"
     print(f"{result.outcome} job {result.job}  {count}  {formatting.size(result.bytes)}  {took}")
     for one in result.ranks:
         moved = f"  (was on {one.came_from})" if one.came_from not in ("", one.node) else ""
-        print(f"  rank {one.rank}: {formatting.plain(one.node)}{formatting.plain(moved)}")
+        copied = f", copy on {one.copy}" if one.copy else ""
+        print(f"  rank {one.rank}: {formatting.plain(one.node)}{formatting.plain(moved)}{formatting.plain(copied)}")
     if result.outcome is JobVerdict.SUSPENDED:
         print(f"resume it with: migrator job resume {result.job}")
 
@@ -162,7 +213,9 @@ def _list(options: argparse.Namespace) -> int:
 
     found, silent, sizes = asyncio.run(ask())
     output.warn_silent(silent, len(cluster.nodes), as_json=as_json)
-    shown = [entry for entry in found if options.all or entry.suspended or not entry.record.ended_unix_s]
+    shown = [
+        entry for entry in found if options.all or entry.suspended or entry.is_snapshot or not entry.record.ended_unix_s
+    ]
     if as_json:
         output.json_object(
             {"jobs": [_to_json(entry, sizes) for entry in shown], "unreachable": output.silent_objects(silent)}
@@ -170,13 +223,17 @@ def _list(options: argparse.Namespace) -> int:
     elif shown:
         output.table(HEADS, [_row(entry, sizes) for entry in shown], right=("RANKS", "SINCE", "SIZE"))
     else:
-        print("no jobs are suspended; `migrator job suspend JOB` suspends one")
+        print("no jobs are suspended, and there are no snapshots; `migrator job suspend JOB` suspends one")
     return 0
 
 
 def _state(entry: JobEntry) -> str:
     record = entry.record
     doing, done = ("suspending", "suspended") if not record.suspension else ("resuming", "resumed")
+    if record.kind == "snapshot":
+        doing, done = "snapshotting", "snapshot"
+    if record.kind == "rollback" and not record.ended_unix_s:
+        return "rolling back"
     if record.outcome == pb.ABORT:
         return "undone" if record.ended_unix_s else "undoing"
     if record.outcome != pb.COMMIT or (not record.ended_unix_s and record.suspension):
@@ -206,7 +263,11 @@ def _to_json(entry: JobEntry, sizes: Sizes) -> dict[str, Any]:
         "suspension": record.suspension,
         "ended_by": record.ended_by,
         "rank_count": record.ranks or len(record.participants),
-        "ranks": [{"rank": part.rank, "uid": part.rank_uid, "node": part.node} for part in record.participants],
+        "kind": record.kind or ("resumption" if record.suspension else "suspension"),
+        "ranks": [
+            {"rank": part.rank, "uid": part.rank_uid, "node": part.node, "copy": part.copy_node}
+            for part in record.participants
+        ],
         "outcome": formatting.name_of(pb.OutcomeKind, record.outcome),
         "reason": record.reason,
         "begun_unix_s": round(record.begun_unix_s, 3),
@@ -226,10 +287,17 @@ def _row(entry: JobEntry, sizes: Sizes) -> tuple[str, ...]:
         formatting.span(time.time() - record.begun_unix_s),
         formatting.size(size_bytes) if size_bytes else "-",
         entry.node,
-        ",".join(dict.fromkeys(part.image_node or part.node for part in record.participants)) or "-",
+        ",".join(dict.fromkeys(_image_nodes(record))) or "-",
         record.record,
         (record.waiting_for or "-") if not record.ended_unix_s else "-",
     )
+
+
+def _image_nodes(record: pb.JobRecord) -> Iterator[str]:
+    for part in record.participants:
+        yield part.image_node or part.node
+        if part.copy_node:
+            yield part.copy_node
 
 
 def _drop(options: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
-"""Suspends and resumes whole jobs: executes the tables of `migrator/job_protocol.py` against real daemons.
+"""Suspends, resumes and snapshots whole jobs: executes the tables of `migrator/job_protocol.py` against real daemons.
 
 Invariant: nothing is decided here. The coordinator's record decides, and the daemons act on it without this program too.
-`walk.py` goes through a table and ends an attempt that failed, `suspend.py` and `resume.py` have one function per step,
-`connections.py` checks that a job is connected with itself alone, `finding.py` finds jobs.
+`walk.py` goes through a table and ends an attempt that failed, `suspend.py`, `snapshot.py` and `resume.py` have one function
+per step, `connections.py` checks that a job is connected with itself alone, `buddies.py` chooses who keeps copies of a
+snapshot, `rollback.py` brings a job back to one, `finding.py` finds jobs.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from collections.abc import Callable
 
 from migrator.cluster import Cluster
 from migrator.job_results import JobOptions, JobResult
-from migrator.jobs.finding import find_running, find_suspended
+from migrator.jobs.finding import coordinator_of, find_running, find_suspended
 from migrator.jobs.resume import Resumption
+from migrator.jobs.rollback import rollback
+from migrator.jobs.snapshot import Snapshot
 from migrator.jobs.suspend import Suspension
 from migrator.jobs.walk import drive
 from migrator.results import Event
+
+__all__ = ["resume", "rollback", "snapshot", "suspend"]
 
 
 async def suspend(cluster: Cluster, options: JobOptions, on_event: Callable[[Event], None]) -> JobResult:
@@ -24,6 +29,15 @@ async def suspend(cluster: Cluster, options: JobOptions, on_event: Callable[[Eve
     Raises only for what is wrong before a daemon was asked to change anything. Every later failure is in the result."""
     found, warnings = await find_running(cluster, options.job, options.user_id)
     run = Suspension(cluster, options, found, on_event)
+    run.warnings += warnings
+    return await drive(run)
+
+
+async def snapshot(cluster: Cluster, options: JobOptions, on_event: Callable[[Event], None]) -> JobResult:
+    """Takes a snapshot of a job, whose ranks go on. If it is cancelled before COMMIT, the snapshot before it is kept."""
+    found, warnings = await find_running(cluster, options.job, options.user_id)
+    coordinator = await coordinator_of(cluster, found[0].rank.job, found[0].rank.user_id)
+    run = Snapshot(cluster, options, found, coordinator, on_event)
     run.warnings += warnings
     return await drive(run)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from migrator import users
@@ -24,7 +24,14 @@ class JobEntry:
     @property
     def suspended(self) -> bool:
         record = self.record
-        return not record.suspension and record.outcome == pb.COMMIT and not record.ended_by
+        return (
+            record.kind != "snapshot" and not record.suspension and record.outcome == pb.COMMIT and not record.ended_by
+        )
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether it is a complete snapshot that was not given up."""
+        return self.record.kind == "snapshot" and self.record.outcome == pb.COMMIT and not self.record.ended_by
 
 
 async def find_running(cluster: Cluster, job: str, user_id: int | None) -> tuple[list[Found], list[str]]:
@@ -102,6 +109,27 @@ async def image_sizes(cluster: Cluster) -> dict[tuple[str, str], int]:
         for rank in reply.ranks
         if rank.place == pb.Rank.SUSPENDED
     }
+
+
+async def coordinator_of(cluster: Cluster, job: str, user_id: int) -> str:
+    """The node that keeps the newest snapshot of a job; empty: there is none."""
+    found, _ = await all_jobs(cluster)
+    mine = [one for one in found if one.is_snapshot and (one.record.job, one.record.user_id) == (job, user_id)]
+    return mine[0].node if mine else ""
+
+
+def mine_of(found: Iterable[JobEntry], job: str, user_id: int | None) -> list[JobEntry]:
+    """The records of one job, which is named, or by the id of one of its records. Raises Ambiguous."""
+    entries = list(found)
+    named = [one for one in entries if job in (one.record.job, one.record.record)]
+    mine = [one for one in named if user_id in (None, one.record.user_id)]
+    owners = sorted({one.record.user_id for one in mine})
+    if len(owners) > 1:
+        raise Ambiguous(
+            f"several users have a job {job}: {', '.join(map(users.described, owners))}",
+            remedy="select its user with --user",
+        )
+    return mine
 
 
 async def find_suspended(cluster: Cluster, job: str, user_id: int | None) -> tuple[str, pb.JobRecord]:

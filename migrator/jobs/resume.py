@@ -14,7 +14,7 @@ from migrator.jobs.connections import Sockets
 from migrator.jobs.walk import JobRun, each, new_id
 from migrator.results import Event
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import RankGone, Undone, Usage, Where
+from snapshotd.api.errors import RankGone, SnapshotError, Undone, Usage, Where
 
 #: The target's check that it is not the source: a rank may be resumed where it was.
 _TARGET_NODE = "target-node"
@@ -41,7 +41,6 @@ class Resumption(JobRun):
                 remedy=f"its ranks are: {', '.join(str(part.rank) for part in record.participants)}",
             )
         self.participants = [self._participant(part) for part in record.participants]
-        self.nodes: list[pb.NodeAddresses] = []
         self.images: dict[str, pb.StoredImage] = {}  # by rank uid
         self.nonces: dict[str, bytes] = {}  # by move
 
@@ -55,7 +54,7 @@ class Resumption(JobRun):
             endpoint=find_node(self.cluster, target),
             image=part.move,
             image_node=part.node,
-            image_endpoint=find_node(self.cluster, part.node),
+            image_endpoint=part.endpoint,
         )
 
     @property
@@ -82,12 +81,25 @@ class Resumption(JobRun):
     async def read_images(self, timeout_s: float) -> None:
         self.nodes = await node_addresses(self.cluster, await node_infos(self.cluster))
 
+        copies = {part.rank_uid: part for part in self.suspended.participants if part.copy}
+
         async def ask(part: pb.Participant) -> None:
-            client = await self.client(part.image_node)
-            found = await client.source.GetImage(pb.MoveRequest(move=part.image), timeout_s=timeout_s)
-            self.images[part.rank_uid] = found
+            request = pb.MoveRequest(move=part.image)
+            try:
+                client = await self.client(part.image_node)
+                self.images[part.rank_uid] = await client.source.GetImage(request, timeout_s=timeout_s)
+            except SnapshotError:
+                if (known := copies.get(part.rank_uid)) is None:
+                    raise
+                part.image, part.image_node, part.image_endpoint = known.copy, known.copy_node, known.copy_endpoint
+                client = await self.client(part.image_node)
+                request = pb.MoveRequest(move=part.image)
+                self.images[part.rank_uid] = await client.source.GetImage(request, timeout_s=timeout_s)
 
         await each(self.participants, ask)
+        for part in self.participants:
+            rank = self.images[part.rank_uid].facts.rank
+            part.home_node, part.home_endpoint = rank.home_node, rank.home_endpoint
 
     async def examine(self, timeout_s: float) -> None:
         checks: list[tuple[str, pb.Check]] = []
@@ -100,22 +112,20 @@ class Resumption(JobRun):
             name = f"rank {part.rank} on {part.node}"
             stays = part.node == part.image_node
             checks.extend((name, check) for check in reply.checks if not (stays and check.name == _TARGET_NODE))
-            checks.append((f"rank {part.rank}", homes.check(suspended[part.rank_uid], kept, silent)))
+            if self.suspended.kind != "rollback":  # its home node may be the one that was lost
+                checks.append((f"rank {part.rank}", homes.check(suspended[part.rank_uid], kept, silent)))
 
         await each(self.participants, ask)
         self.refuse_if(checks)
 
     async def prepare(self, timeout_s: float) -> None:
         by_uid = {part.rank_uid: part for part in self.participants}
-        seen = connections.of_each(
-            {uid: Sockets(part.image_node, self.images[uid].rewires) for uid, part in by_uid.items()}
-        )
+        made_on = {uid: self.images[uid].facts.source_node for uid in by_uid}  # another node may send the image
+        seen = connections.of_each({uid: Sockets(made_on[uid], self.images[uid].rewires) for uid in by_uid})
 
         async def ask(part: pb.Participant) -> None:
             ranks = [
-                pb.ResumedRank(
-                    rank_uid=uid, from_node=by_uid[uid].image_node, to_node=by_uid[uid].node, rewires=rewires
-                )
+                pb.ResumedRank(rank_uid=uid, from_node=made_on[uid], to_node=by_uid[uid].node, rewires=rewires)
                 for uid, rewires in seen[part.rank_uid].items()
             ]
             request = pb.PrepareRequest(
@@ -125,6 +135,7 @@ class Resumption(JobRun):
                 coordinator=self.coordinates,
                 nodes=self.nodes,
                 ranks=ranks,
+                image_node=part.image_node,
             )
             reply = await (await self.client(part.node)).target.Prepare(request, timeout_s=timeout_s)
             self.nonces[part.move] = reply.nonce

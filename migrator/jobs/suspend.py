@@ -23,14 +23,15 @@ from snapshotd.api.errors import SnapshotError, Undone, Where
 class Suspension(JobRun):
     table, undo, success = SUSPEND, UNDO_SUSPEND, JobVerdict.SUSPENDED
     untouched = "running, as before"
+    takes_snapshot = False
 
     def __init__(
         self, cluster: Cluster, options: JobOptions, found: Sequence[Found], on_event: Callable[[Event], None]
     ) -> None:
         super().__init__(cluster, options, found[0].rank.job, found[0].rank.user_id, on_event)
         self.coordinator = found[0].node
-        self.nodes: list[pb.NodeAddresses] = []
         self.looks: dict[str, str] = {}  # by the rank's uid: its source's name for what Inspect found
+        self.answering: set[str] = set()  # nodes
         self.participants = [
             pb.Participant(
                 rank_uid=one.rank.uid,
@@ -59,7 +60,8 @@ class Suspension(JobRun):
         return [RankPlace(part.rank, part.rank_uid, part.node) for part in self.participants]
 
     async def inspect(self, timeout_s: float) -> None:
-        self.nodes = await node_addresses(self.cluster, await node_infos(self.cluster))
+        infos = await node_infos(self.cluster)
+        self.nodes, self.answering = await node_addresses(self.cluster, infos), set(infos)
         checks: list[tuple[str, pb.Check]] = []
         sockets: dict[int, Sockets] = {}
 
@@ -75,10 +77,14 @@ class Suspension(JobRun):
             checks.extend((f"rank {part.rank} on {part.node}", check) for check in reply.checks)
             sockets[part.rank] = Sockets(part.node, reply.rewires)
             self.looks[part.rank_uid] = reply.look
+            self.inspected(part, reply)
 
         await each(self.participants, ask)
         checks.append(("the job", connections.check(sockets)))
         self.refuse_if(checks)
+
+    def inspected(self, part: pb.Participant, reply: pb.InspectReply) -> None:
+        """A rank was looked at, and nothing has been changed yet."""
 
     async def begin(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
@@ -89,6 +95,8 @@ class Suspension(JobRun):
                 nodes=self.nodes,
                 coordinator=self.coordinates,
                 look=self.looks[part.rank_uid],
+                snapshot=self.takes_snapshot,
+                incarnation=part.incarnation,
             )
             await (await self.client(part.node)).source.Begin(request, timeout_s=timeout_s)
 

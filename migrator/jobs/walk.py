@@ -35,6 +35,7 @@ class JobRun(ABC):
     success: JobVerdict
     #: What the job is doing after a refusal or an undo.
     untouched: str
+    takes_snapshot = False
 
     def __init__(
         self, cluster: Cluster, options: JobOptions, job: str, user_id: int, on_event: Callable[[Event], None]
@@ -44,6 +45,8 @@ class JobRun(ABC):
         self.record = new_id()
         self.coordinator = ""  # node
         self.participants: list[pb.Participant] = []
+        self.nodes: list[pb.NodeAddresses] = []
+        self.pause_s = 0.0  # of a snapshot: from the cut until all ranks went on
         self.reached = 0
         self.began = time.monotonic()
         self.bytes: dict[str, tuple[int, int]] = {}  # by move: sent, expected
@@ -89,6 +92,8 @@ class JobRun(ABC):
             suspension=self.suspension,
             participants=self.participants,
             lease_s=self.options.lease_s,
+            snapshot=self.takes_snapshot,
+            nodes=self.nodes if self.takes_snapshot else (),
         )
         await (await self.client(self.coordinator)).job.Begin(request, timeout_s=timeout_s)
 
@@ -260,6 +265,8 @@ async def _finish(run: JobRun, error: SnapshotError) -> JobResult:
             return _result(run, run.success, "", "", None)
         except SnapshotError as again:
             error = again
+        if (standing := await _standing(run)) is not None and standing.kind == pb.ABORT:
+            return _result(run, JobVerdict.UNDONE, standing.reason, run.untouched, error)  # it was taken back
         if time.monotonic() > ends:
             unknown = OutcomeUnknown(
                 f"committed, but not every node has confirmed it: {error.message}",
@@ -268,6 +275,14 @@ async def _finish(run: JobRun, error: SnapshotError) -> JobResult:
             )
             return _result(run, JobVerdict.UNKNOWN, unknown.message, "committed, not confirmed", unknown)
         await asyncio.sleep(1.0)
+
+
+async def _standing(run: JobRun) -> pb.Outcome | None:
+    """The outcome that stands, or None if the coordinator does not answer now."""
+    with contextlib.suppress(SnapshotError):
+        client = await run.client(run.coordinator)
+        return await client.job.GetOutcome(pb.MoveRequest(move=run.record), timeout_s=5)
+    return None
 
 
 async def _abort(run: JobRun, reason: str) -> pb.Outcome | None:
@@ -287,6 +302,7 @@ def _result(run: JobRun, verdict: JobVerdict, reason: str, state: str, error: Sn
         outcome=verdict,
         ranks=run.places(),
         seconds=time.monotonic() - run.began,
+        pause_s=run.pause_s,
         bytes=sum(done for done, _ in run.bytes.values()),
         phases=run.reporter.phases,
         reason=reason,

@@ -6,7 +6,8 @@ acknowledged, and both sides agree on the offsets (`sync`) after every interrupt
 progress, whatever the others do: a signal may be lost while output flows.
 
     guest -> home   sync {in, sig}               sender's position: input taken, last signal taken
-    home -> guest   sync {out, shut, win}        sender's position: output received per channel; then what guest lacks
+    home -> guest   sync {out, shut, win, in, sig}  sender's position: output received per channel, input and signals that it
+                                                 has no longer; then what guest lacks
     home -> guest   resync {}                    send sync again: something is missing
     guest -> home   out {c, o} + bytes           home -> guest   ack {c, o}     written to the real stdout
     home -> guest   in {o, eof} + bytes          guest -> home   inack {o}      written to the rank's stdin
@@ -109,6 +110,7 @@ class GuestEnd:
                 for name in fields["shut"]:
                     self._stdio.shut(str(name))
                 self._resize(fields.get("win"))
+                self._skip(int(fields.get("in", 0)), int(fields.get("sig", 0)))
                 self._is_synced, self._exit_sent = True, False
                 self._acked_in = -1  # sent again: the last one may be lost
             case "resync":
@@ -137,6 +139,12 @@ class GuestEnd:
             self._stdio.feed(fresh)
         if ended and offset + len(data) >= self._stdio.in_offset:
             self._stdio.end_input()
+
+    def _skip(self, in_offset: int, signal_id: int) -> None:
+        """After a rollback: the former incarnation has had input and signals that the home keeper no longer has."""
+        if not self._stdio.is_handed_over:
+            self._stdio.in_offset = max(self._stdio.in_offset, in_offset)
+            self.last_signal_id = max(self.last_signal_id, signal_id)
 
     def _take_signal(self, number: int, signal_id: int) -> None:
         if self._stdio.is_handed_over:
@@ -264,13 +272,21 @@ class HomeEnd:
                 self._send("exitack")
 
     def _answer_sync(self, in_offset: int, signal_id: int) -> None:
-        if not self.keyboard.base <= in_offset <= self.keyboard.end:
+        if in_offset > self.keyboard.end:
             raise ValueError(f"the guest has input up to {in_offset}, which cannot be")
+        in_offset = max(in_offset, self.keyboard.base)  # less after a rollback: what was released is not repeated
         # Not released: what the guest has taken counts against its window until the rank's stdin has it.
         self._in_sent, self._end_sent = in_offset, False
         self._forget_signals(signal_id)
         received = {name: tail.end for name, tail in self._tails.items()}
-        self._send("sync", {"out": received, "shut": sorted(self._shut), "win": list(self.size) if self.size else None})
+        position = {
+            "out": received,
+            "shut": sorted(self._shut),
+            "win": list(self.size) if self.size else None,
+            "in": self.keyboard.base,
+            "sig": self._signals[0][0] - 1 if self._signals else self._last_signal_id,
+        }
+        self._send("sync", position)
         for name, tail in self._tails.items():
             self._send("ack", {"c": name, "o": tail.base})
             self._acked[name] = tail.base

@@ -82,6 +82,9 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Job/GetOutcome": _BOTH,
     "/snapshotd.v1.Job/Drop": _OPERATOR,
     "/snapshotd.v1.Job/List": _OPERATOR,
+    "/snapshotd.v1.Job/Rollback": _OPERATOR,
+    "/snapshotd.v1.Job/MayRun": _NODE,
+    "/snapshotd.v1.Job/EndRanks": _NODE,
 }
 
 #: Of a longer message only the beginning and the end are sent: it must fit twice into the limits of api/channel.py.

@@ -323,6 +323,9 @@ class JobCalls:
         self.GetOutcome = Unary(link, path + "GetOutcome", pb.MoveRequest, pb.Outcome)
         self.Drop = Unary(link, path + "Drop", pb.AbortRequest, pb.DropImageReply)
         self.List = Unary(link, path + "List", pb.ListJobsRequest, pb.ListJobsReply)
+        self.Rollback = Unary(link, path + "Rollback", pb.RollbackRequest, pb.Outcome)
+        self.MayRun = Unary(link, path + "MayRun", pb.MayRunRequest, pb.MayRunReply)
+        self.EndRanks = Unary(link, path + "EndRanks", pb.EndRanksRequest, pb.EndRanksReply)
 
 
 class HomeCalls:

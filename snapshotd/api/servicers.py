@@ -14,6 +14,7 @@ from snapshotd.health.monitor import Monitor
 from snapshotd.keepers.listing import ranks_of
 from snapshotd.keepers.relay import Relays
 from snapshotd.moves.jobs.coordinator import JobSteps
+from snapshotd.moves.jobs.ending import Endings
 from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.nccl.gates import GateSteps
@@ -316,8 +317,8 @@ class GateServicer:
 
 
 class JobServicer:
-    def __init__(self, steps: JobSteps) -> None:
-        self.steps = steps
+    def __init__(self, steps: JobSteps, endings: Endings) -> None:
+        self.steps, self.endings = steps, endings
 
     async def Begin(self, request: pb.BeginJobRequest, context: Context) -> pb.BeginJobReply:
         return await self.steps.begin(request)
@@ -339,6 +340,15 @@ class JobServicer:
 
     async def List(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
         return await self.steps.listed()
+
+    async def Rollback(self, request: pb.RollbackRequest, context: Context) -> pb.Outcome:
+        return await self.steps.rollback(request, str(context.caller))
+
+    async def MayRun(self, request: pb.MayRunRequest, context: Context) -> pb.MayRunReply:
+        return await self.steps.may_run(request)
+
+    async def EndRanks(self, request: pb.EndRanksRequest, context: Context) -> pb.EndRanksReply:
+        return await self.endings.end(request, context.caller.name)
 
 
 class HomeServicer:

@@ -1237,6 +1237,7 @@ class Rank(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """globally unique, never reused: JOB-RANK-xxxxxxxx"""
     job: _builtins.str
@@ -1258,6 +1259,8 @@ class Rank(_message.Message):
     """of a suspended rank: the size of its image"""
     device_bytes: _builtins.int
     """device memory in use on all of them"""
+    incarnation: _builtins.str
+    """of its job: the record of the resumption that began it; empty: as its launcher started it"""
     @_builtins.property
     def process(self) -> Global___ProcessId: ...
     @_builtins.property
@@ -1286,10 +1289,11 @@ class Rank(_message.Message):
         memory_bytes: _builtins.int = ...,
         gpus: _abc.Iterable[_builtins.str] | None = ...,
         device_bytes: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keeper", b"keeper", "process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_node", b"at_node", "command", b"command", "device_bytes", b"device_bytes", "gpus", b"gpus", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "job", b"job", "keeper", b"keeper", "memory_bytes", b"memory_bytes", "moves", b"moves", "moving", b"moving", "place", b"place", "process", b"process", "rank", b"rank", "started_unix_s", b"started_unix_s", "uid", b"uid", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_node", b"at_node", "command", b"command", "device_bytes", b"device_bytes", "gpus", b"gpus", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "incarnation", b"incarnation", "job", b"job", "keeper", b"keeper", "memory_bytes", b"memory_bytes", "moves", b"moves", "moving", b"moving", "place", b"place", "process", b"process", "rank", b"rank", "started_unix_s", b"started_unix_s", "uid", b"uid", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2231,6 +2235,8 @@ class BeginRequest(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     COORDINATOR_FIELD_NUMBER: _builtins.int
     LOOK_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     rank_uid: _builtins.str
     target_node: _builtins.str
@@ -2240,6 +2246,10 @@ class BeginRequest(_message.Message):
     lease_s: _builtins.float
     look: _builtins.str
     """from Inspect; empty: gather the facts again"""
+    snapshot: _builtins.bool
+    """… with a coordinator: the rank goes on here once its image is complete"""
+    incarnation: _builtins.str
+    """… of the snapshot: the rank must be of this one"""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]: ...
     @_builtins.property
@@ -2258,10 +2268,12 @@ class BeginRequest(_message.Message):
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
         coordinator: Global___Coordinator | None = ...,
         look: _builtins.str = ...,
+        snapshot: _builtins.bool = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "lease_s", b"lease_s", "look", b"look", "move", b"move", "nodes", b"nodes", "nonce", b"nonce", "rank_uid", b"rank_uid", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "incarnation", b"incarnation", "lease_s", b"lease_s", "look", b"look", "move", b"move", "nodes", b"nodes", "nonce", b"nonce", "rank_uid", b"rank_uid", "snapshot", b"snapshot", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2471,6 +2483,9 @@ class Outcome(_message.Message):
     SETTLED_FIELD_NUMBER: _builtins.int
     ABANDONED_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    TETHERED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
     kind: Global___OutcomeKind.ValueType
     reason: _builtins.str
     token: _builtins.bytes
@@ -2484,6 +2499,12 @@ class Outcome(_message.Message):
     """communicators that are down can never be built again: a member has ended, say"""
     stored: _builtins.bool
     """a rank that is being suspended: its whole image is here, and its process still exists"""
+    ended: _builtins.str
+    """a resumption: the last record by which copies of the job that ran were ended"""
+    tethered: _builtins.bool
+    """a resumption after a rollback: ranks that are cut off from the coordinator end"""
+    dropped: _builtins.str
+    """a job record: why its images are not needed any more; empty: they are"""
     def __init__(
         self,
         *,
@@ -2495,10 +2516,13 @@ class Outcome(_message.Message):
         settled: _builtins.bool = ...,
         abandoned: _builtins.bool = ...,
         stored: _builtins.bool = ...,
+        ended: _builtins.str = ...,
+        tethered: _builtins.bool = ...,
+        dropped: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "decided_by", b"decided_by", "kind", b"kind", "reason", b"reason", "settled", b"settled", "stored", b"stored", "token", b"token", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "decided_by", b"decided_by", "dropped", b"dropped", "ended", b"ended", "kind", b"kind", "reason", b"reason", "settled", b"settled", "stored", b"stored", "tethered", b"tethered", "token", b"token", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2594,10 +2618,16 @@ class PrepareRequest(_message.Message):
     COORDINATOR_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    IMAGE_NODE_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     source_endpoint: _builtins.str
     gpu: _builtins.str
     """as in ExamineRequest"""
+    image_node: _builtins.str
+    """… the node that sends the image; empty: the one on which it was made"""
+    keep: _builtins.bool
+    """… keep a copy of the image for its job's snapshot, and restore nothing"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
@@ -2622,10 +2652,12 @@ class PrepareRequest(_message.Message):
         coordinator: Global___Coordinator | None = ...,
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
         ranks: _abc.Iterable[Global___ResumedRank] | None = ...,
+        image_node: _builtins.str = ...,
+        keep: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "facts", b"facts", "gpu", b"gpu", "move", b"move", "nodes", b"nodes", "ranks", b"ranks", "source_endpoint", b"source_endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "facts", b"facts", "gpu", b"gpu", "image_node", b"image_node", "keep", b"keep", "move", b"move", "nodes", b"nodes", "ranks", b"ranks", "source_endpoint", b"source_endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2971,6 +3003,10 @@ class Copy(_message.Message):
         GONE: Copy._State.ValueType  # 5
         """was held, no longer exists and never ran"""
         DISCARDED: Copy._State.ValueType  # 6
+        STORED: Copy._State.ValueType  # 7
+        """the whole image is here, to be kept with its job's snapshot"""
+        KEPT: Copy._State.ValueType  # 8
+        """… and the snapshot is complete"""
 
     class State(_State, metaclass=_StateEnumTypeWrapper): ...
     NO_SUCH_MOVE: Copy.State.ValueType  # 0
@@ -2985,6 +3021,10 @@ class Copy(_message.Message):
     GONE: Copy.State.ValueType  # 5
     """was held, no longer exists and never ran"""
     DISCARDED: Copy.State.ValueType  # 6
+    STORED: Copy.State.ValueType  # 7
+    """the whole image is here, to be kept with its job's snapshot"""
+    KEPT: Copy.State.ValueType  # 8
+    """… and the snapshot is complete"""
 
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
@@ -3048,6 +3088,12 @@ class Participant(_message.Message):
     IMAGE_FIELD_NUMBER: _builtins.int
     IMAGE_NODE_FIELD_NUMBER: _builtins.int
     IMAGE_ENDPOINT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    COPY_FIELD_NUMBER: _builtins.int
+    COPY_NODE_FIELD_NUMBER: _builtins.int
+    COPY_ENDPOINT_FIELD_NUMBER: _builtins.int
+    HOME_NODE_FIELD_NUMBER: _builtins.int
+    HOME_ENDPOINT_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
     rank: _builtins.int
     move: _builtins.str
@@ -3059,6 +3105,16 @@ class Participant(_message.Message):
     """of a resumption: the rank's move in the suspension"""
     image_node: _builtins.str
     image_endpoint: _builtins.str
+    incarnation: _builtins.str
+    """of a snapshot: that of the rank's process"""
+    copy: _builtins.str
+    """of a snapshot: the move by which the rank's buddy keeps a copy of its image"""
+    copy_node: _builtins.str
+    """… the buddy"""
+    copy_endpoint: _builtins.str
+    home_node: _builtins.str
+    """of a resumption: the node of its home keeper"""
+    home_endpoint: _builtins.str
     def __init__(
         self,
         *,
@@ -3070,10 +3126,16 @@ class Participant(_message.Message):
         image: _builtins.str = ...,
         image_node: _builtins.str = ...,
         image_endpoint: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        copy: _builtins.str = ...,
+        copy_node: _builtins.str = ...,
+        copy_endpoint: _builtins.str = ...,
+        home_node: _builtins.str = ...,
+        home_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "image", b"image", "image_endpoint", b"image_endpoint", "image_node", b"image_node", "move", b"move", "node", b"node", "rank", b"rank", "rank_uid", b"rank_uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "copy_endpoint", b"copy_endpoint", "copy_node", b"copy_node", "endpoint", b"endpoint", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "image", b"image", "image_endpoint", b"image_endpoint", "image_node", b"image_node", "incarnation", b"incarnation", "move", b"move", "node", b"node", "rank", b"rank", "rank_uid", b"rank_uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3089,6 +3151,8 @@ class BeginJobRequest(_message.Message):
     SUSPENSION_FIELD_NUMBER: _builtins.int
     PARTICIPANTS_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -3096,8 +3160,14 @@ class BeginJobRequest(_message.Message):
     suspension: _builtins.str
     """empty: begin a suspension; else the record of the one to resume"""
     lease_s: _builtins.float
+    snapshot: _builtins.bool
+    """begin a snapshot: like a suspension, but the ranks go on"""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
+        """… all nodes of the cluster"""
+
     def __init__(
         self,
         *,
@@ -3107,10 +3177,12 @@ class BeginJobRequest(_message.Message):
         suspension: _builtins.str = ...,
         participants: _abc.Iterable[Global___Participant] | None = ...,
         lease_s: _builtins.float = ...,
+        snapshot: _builtins.bool = ...,
+        nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "lease_s", b"lease_s", "participants", b"participants", "record", b"record", "suspension", b"suspension", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "lease_s", b"lease_s", "nodes", b"nodes", "participants", b"participants", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3130,6 +3202,144 @@ class BeginJobReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BeginJobReply: _TypeAlias = BeginJobReply  # noqa: Y015
+
+@_typing.final
+class RollbackRequest(_message.Message):
+    """Ends the incarnation of a job that runs now. Then it can be resumed from its last snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    LOST_NODES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    record: _builtins.str
+    snapshot: _builtins.str
+    """the record of the snapshot"""
+    reason: _builtins.str
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
+        """all nodes of the cluster"""
+
+    @_builtins.property
+    def lost_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """which an operator declares dead: no process runs there, and none will"""
+
+    def __init__(
+        self,
+        *,
+        record: _builtins.str = ...,
+        snapshot: _builtins.str = ...,
+        nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
+        lost_nodes: _abc.Iterable[_builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost_nodes", b"lost_nodes", "nodes", b"nodes", "reason", b"reason", "record", b"record", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollbackRequest: _TypeAlias = RollbackRequest  # noqa: Y015
+
+@_typing.final
+class MayRunRequest(_message.Message):
+    """Asked of the coordinator by a node that has these ranks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    RANK_UIDS_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    @_builtins.property
+    def rank_uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        rank_uids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "rank_uids", b"rank_uids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MayRunRequest: _TypeAlias = MayRunRequest  # noqa: Y015
+
+@_typing.final
+class MayRunReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDED_BY_FIELD_NUMBER: _builtins.int
+    ended_by: _builtins.str
+    """the record that has ended the incarnation; empty: the ranks may run"""
+    def __init__(
+        self,
+        *,
+        ended_by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MayRunReply: _TypeAlias = MayRunReply  # noqa: Y015
+
+@_typing.final
+class EndRanksRequest(_message.Message):
+    """Asked by the coordinator, of any node: ends the processes of one incarnation of a job. An incarnation is named by the record of the resumption that began it; the
+    one that a launcher started has no name.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    RANK_UIDS_FIELD_NUMBER: _builtins.int
+    record: _builtins.str
+    """why: the coordinator's record that decided it"""
+    incarnation: _builtins.str
+    @_builtins.property
+    def rank_uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        record: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        rank_uids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "rank_uids", b"rank_uids", "record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndRanksRequest: _TypeAlias = EndRanksRequest  # noqa: Y015
+
+@_typing.final
+class EndRanksReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def waiting_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """why processes of that incarnation are still here; empty: there are none, nor will there be"""
+
+    def __init__(
+        self,
+        *,
+        waiting_for: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["waiting_for", b"waiting_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndRanksReply: _TypeAlias = EndRanksReply  # noqa: Y015
 
 @_typing.final
 class ListJobsRequest(_message.Message):
@@ -3185,6 +3395,8 @@ class JobRecord(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     ENDED_BY_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -3201,6 +3413,10 @@ class JobRecord(_message.Message):
     """of a suspension: the record that resumed it, or "dropped: WHY"; empty: it is suspended"""
     ranks: _builtins.int
     """how many; a record that has ended comes without its participants. 0: an older version"""
+    kind: _builtins.str
+    """"snapshot", "rollback", or empty: a suspension or resumption"""
+    snapshot: _builtins.str
+    """of a rollback: the snapshot whose images are the job now"""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
     def __init__(
@@ -3219,10 +3435,12 @@ class JobRecord(_message.Message):
         waiting_for: _builtins.str = ...,
         ended_by: _builtins.str = ...,
         ranks: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        snapshot: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "decided_by", b"decided_by", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "job", b"job", "outcome", b"outcome", "participants", b"participants", "ranks", b"ranks", "reason", b"reason", "record", b"record", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "decided_by", b"decided_by", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "job", b"job", "kind", b"kind", "outcome", b"outcome", "participants", b"participants", "ranks", b"ranks", "reason", b"reason", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1794,6 +1794,21 @@ class JobStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ListJobsRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ListJobsReply.FromString,
                 _registered_method=True)
+        self.Rollback = channel.unary_unary(
+                '/snapshotd.v1.Job/Rollback',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.RollbackRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+                _registered_method=True)
+        self.MayRun = channel.unary_unary(
+                '/snapshotd.v1.Job/MayRun',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MayRunRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MayRunReply.FromString,
+                _registered_method=True)
+        self.EndRanks = channel.unary_unary(
+                '/snapshotd.v1.Job/EndRanks',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.EndRanksRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.EndRanksReply.FromString,
+                _registered_method=True)
 
 
 class JobServicer:
@@ -1851,6 +1866,27 @@ class JobServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rollback(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MayRun(self, request, context):
+        """node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndRanks(self, request, context):
+        """node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1888,6 +1924,21 @@ def add_JobServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ListJobsRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ListJobsReply.SerializeToString,
+            ),
+            'Rollback': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rollback,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.RollbackRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.SerializeToString,
+            ),
+            'MayRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.MayRun,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MayRunRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MayRunReply.SerializeToString,
+            ),
+            'EndRanks': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndRanks,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.EndRanksRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.EndRanksReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -2082,6 +2133,87 @@ class Job:
             '/snapshotd.v1.Job/List',
             snapshotd_dot_api_dot_snapshotd__pb2.ListJobsRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.ListJobsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rollback(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/Rollback',
+            snapshotd_dot_api_dot_snapshotd__pb2.RollbackRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MayRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/MayRun',
+            snapshotd_dot_api_dot_snapshotd__pb2.MayRunRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.MayRunReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndRanks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/EndRanks',
+            snapshotd_dot_api_dot_snapshotd__pb2.EndRanksRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.EndRanksReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -550,6 +550,12 @@ class JobStub:
     """operator"""
     List: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.ListJobsRequest, _snapshotd_pb2.ListJobsReply]
     """operator"""
+    Rollback: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.RollbackRequest, _snapshotd_pb2.Outcome]
+    """operator"""
+    MayRun: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MayRunRequest, _snapshotd_pb2.MayRunReply]
+    """node"""
+    EndRanks: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.EndRanksRequest, _snapshotd_pb2.EndRanksReply]
+    """node"""
 
 @_typing.type_check_only
 class JobAsyncStub(JobStub):
@@ -573,6 +579,12 @@ class JobAsyncStub(JobStub):
     """operator"""
     List: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.ListJobsRequest, _snapshotd_pb2.ListJobsReply]  # type: ignore[assignment]
     """operator"""
+    Rollback: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.RollbackRequest, _snapshotd_pb2.Outcome]  # type: ignore[assignment]
+    """operator"""
+    MayRun: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MayRunRequest, _snapshotd_pb2.MayRunReply]  # type: ignore[assignment]
+    """node"""
+    EndRanks: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.EndRanksRequest, _snapshotd_pb2.EndRanksReply]  # type: ignore[assignment]
+    """node"""
 
 class JobServicer(metaclass=_abc_1.ABCMeta):
     """---------------------------------------------------------------- suspending and resuming a whole job
@@ -635,6 +647,30 @@ class JobServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.ListJobsReply, _abc.Awaitable[_snapshotd_pb2.ListJobsReply]]:
         """operator"""
+
+    @_abc_1.abstractmethod
+    def Rollback(
+        self,
+        request: _snapshotd_pb2.RollbackRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.Outcome, _abc.Awaitable[_snapshotd_pb2.Outcome]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def MayRun(
+        self,
+        request: _snapshotd_pb2.MayRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.MayRunReply, _abc.Awaitable[_snapshotd_pb2.MayRunReply]]:
+        """node"""
+
+    @_abc_1.abstractmethod
+    def EndRanks(
+        self,
+        request: _snapshotd_pb2.EndRanksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.EndRanksReply, _abc.Awaitable[_snapshotd_pb2.EndRanksReply]]:
+        """node"""
 
 def add_JobServicer_to_server(servicer: JobServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

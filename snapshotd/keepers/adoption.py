@@ -211,8 +211,10 @@ class Adoption:
         await _kill(entry)
         self.node.ranks.remove(entry)
         self.forwarding.withdraw(entry)
-        if entry.role == "guest":
-            self._report(entry, SIGKILL_STATUS)
+        if entry.role == "guest" and not await in_thread(self.node.ranks.has_ended, entry):
+            self._report(
+                entry, SIGKILL_STATUS
+            )  # of an incarnation that is over nothing is reported: the next one follows
 
     def _report(self, entry: RankEntry, status: int) -> None:
         task = asyncio.create_task(self.relays.report_end(entry, status))

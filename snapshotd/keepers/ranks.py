@@ -62,7 +62,12 @@ class RankEntry:
     started_unix_s: float = 0.0
     moves: int = 0
     restored_by: str = ""  # guest: the move that brought it here; empty: an older version restored it
+    incarnation: str = ""  # of its job: the record of the resumption that began it; empty: as its launcher started it
+    coordinator_node: str = ""  # which may end this incarnation; empty: none
+    coordinator_endpoint: str = ""
+    tethered: bool = False  # its job has snapshots: it must end if it is cut off from the coordinator (jobs/tether.py)
     away_node: str = ""  # home only: the node that the rank is on now, if not this one
+    ended_by: str = ""  # home only: the record by which a copy was ended last; the next one presents a key made from it
     holder_key: str = ""  # home: the key of the node that has the rank (relay_keys.py); empty: `relay_key`
     own_key: str = ""  # guest: this node's key for the relay; empty: an older version restored it
     former_keys: list[str] = field(default_factory=list)  # guest: of earlier nodes; the home node may still expect one
@@ -116,6 +121,7 @@ class RankEntry:
             started_unix_s=self.started_unix_s,
             moves=self.moves,
             moving=self.moving,
+            incarnation=self.incarnation,
             memory_bytes=self.memory_bytes() if here and not brief else 0,
         )
 
@@ -190,6 +196,22 @@ class Ranks:
     def get(self, uid: str, role: str) -> RankEntry | None:
         return self._entries.get((check_rank_uid(uid), role))
 
+    def end(self, uid: str, incarnation: str, coordinator: str) -> None:
+        """Records permanently that an incarnation of a rank is over, in the word of this coordinator. Blocking."""
+        path = self.folder / f"{check_rank_uid(uid)}.ended"
+        ended = _ended_in(path)
+        if [incarnation, coordinator] not in ended:
+            fresh = path.with_suffix(".ended-new")
+            self._write(lambda: fresh.write_text(json.dumps([*ended, [incarnation, coordinator]])))
+            os.rename(fresh, path)
+
+    def has_ended(self, entry: RankEntry) -> bool:
+        """Whether the incarnation to which this copy belongs is over. Blocking, briefly."""
+        if not entry.coordinator_node:
+            return False
+        path = self.folder / f"{entry.uid}.ended"
+        return [entry.incarnation, entry.coordinator_node] in _ended_in(path)
+
     def bury(self, entry: RankEntry) -> None:
         """Records permanently that the home keeper of a rank on another node has died; that node asks and ends the rank."""
         self._write((self.folder / f"{entry.uid}.gone").touch)
@@ -201,6 +223,14 @@ class Ranks:
         A reboot of the home node does not count: moves exist to leave failing nodes, so the rank then runs without it.
         """
         return (self.folder / f"{check_rank_uid(uid)}.gone").exists()
+
+
+def _ended_in(path: Path) -> list[list[str]]:
+    try:
+        found: list[list[str]] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return []
+    return found
 
 
 def new_uid(job: str, rank: int) -> str:

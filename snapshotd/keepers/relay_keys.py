@@ -46,6 +46,12 @@ def replace(entry: RankEntry) -> None:
         take_over(entry, to_hand_over(entry))
 
 
+def after_end(relay_key: str, record: str) -> str:
+    """The key with which a rank comes back from an image after its copy was ended by this record: the home node may have seen
+    newer ones than the image has. Only nodes that have had the rank, or its image, can make it."""
+    return hmac.digest(relay_key.encode(), f"after {record}".encode(), "sha256").hex()[:32]
+
+
 def presented(entry: RankEntry) -> dict[str, str]:
     """The metadata of a relay."""
     if not entry.own_key:  # restored by a daemon that did not replace keys
@@ -57,9 +63,14 @@ def check(entry: RankEntry, metadata: Mapping[str, str]) -> str | None:
     """On the home node: None if the caller has no valid key, else the key that is valid from now on."""
     expected = entry.holder_key or entry.relay_key
     own = metadata.get("relay-next", "")
+    former = metadata.get("relay-key", "").split(" ")
+    if entry.ended_by and KEY.fullmatch(own):
+        again = after_end(entry.relay_key, entry.ended_by)
+        if any(_same(key, again) for key in former):
+            return own
     if _same(own, expected):
         return own
-    if any(_same(key, expected) for key in metadata.get("relay-key", "").split(" ")):
+    if any(_same(key, expected) for key in former):
         return own if KEY.fullmatch(own) else expected
     return None
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NotFound, SnapshotError
-from snapshotd.moves.jobs.coordinator import is_needed
+from snapshotd.moves.jobs.records import is_needed
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.rules import Mark
@@ -95,8 +95,8 @@ async def needed_elsewhere(node: Node, move_log: MoveLog) -> bool:
     """Whether the other node of the move may still ask for this record."""
     begin, request = move_log.begin, pb.MoveRequest(move=move_log.move)
     ask: Callable[[], Awaitable[bool]]
-    if begin.coordinator and begin.role == "source" and node.suspended.sealed(move_log.move):
-        return True  # the job is suspended
+    if begin.coordinator and node.store_of(begin).sealed(move_log.move):
+        return True  # the job is suspended, or this is its snapshot
     if begin.role == "job":
         return await in_thread(is_needed, node.journal, move_log)
     if begin.coordinator:

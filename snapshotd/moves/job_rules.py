@@ -36,8 +36,10 @@ class Part(StrEnum):
     ABSENT = "does not know of it"
     WORKING = "is not ready"
     READY = "is ready"  # a whole image is stored, or a whole copy is held
-    LOST = "has lost its copy"
-    DONE = "has carried it out"  # released, or activated
+    LOST = "has lost its copy"  # which never ran
+    DROPPED = "has dropped its copy"  # which never ran
+    RUNS = "runs its copy"
+    DONE = "has carried it out"  # released; or the copy has run and ended
 
 
 # ---------------------------------------------------------------- a store
@@ -49,6 +51,8 @@ class StoreDecision(StrEnum):
     RECORD_ABORT = "record ABORT"
     THAW = "thaw"
     RELEASE = "release"  # end the frozen processes; the image is the rank
+    CONTINUE = "continue"  # of a snapshot: the image is complete, and the rank goes on, whatever the outcome will be
+    KEEP = "keep"  # of a snapshot: the image counts
     CLOSE = "close"
 
 
@@ -60,6 +64,8 @@ class StoreFacts:
     interrupted: bool  # the daemon was restarted inside freeze or dump
     lease_expired: bool  # the driver has been silent for long
     coordinator: Answer
+    snapshot: bool = False
+    continued: bool = False  # of a snapshot: the rank was let go on after the dump
 
 
 def store_next(facts: StoreFacts) -> tuple[StoreDecision, str]:
@@ -68,7 +74,12 @@ def store_next(facts: StoreFacts) -> tuple[StoreDecision, str]:
         return StoreDecision.CLOSE, "settled"
     if facts.outcome is Outcome.ABORT:
         return StoreDecision.THAW, "aborted: the rank goes on here"
+    if facts.snapshot and facts.mark is Mark.STREAMED and not facts.continued:
+        # The filters of the other ranks keep the cut consistent until their own images are complete.
+        return StoreDecision.CONTINUE, "the image is complete"
     if facts.outcome is Outcome.COMMIT:
+        if facts.snapshot:
+            return StoreDecision.KEEP, "the snapshot is complete"
         return StoreDecision.RELEASE, "the job is suspended"
     if facts.coordinator is Answer.ABORT:
         return StoreDecision.RECORD_ABORT, "the coordinator has recorded ABORT"
@@ -89,7 +100,7 @@ def store_next(facts: StoreFacts) -> tuple[StoreDecision, str]:
 
 
 def store_answer(mark: Mark, outcome: Outcome | None, *, copy_exists: bool) -> Part:
-    """What a store tells the coordinator."""
+    """What a store tells the coordinator. Of a snapshot, it is the image that must exist, not the rank's process."""
     if outcome is Outcome.ABORT:
         return Part.DONE if mark is Mark.SETTLED else Part.LOST
     if mark is Mark.SETTLED:
@@ -99,13 +110,62 @@ def store_answer(mark: Mark, outcome: Outcome | None, *, copy_exists: bool) -> P
     return Part.LOST if mark is Mark.STREAMED else Part.WORKING
 
 
+# ---------------------------------------------------------------- a buddy, which keeps a copy of a snapshot's image
+
+
+class CopyDecision(StrEnum):
+    WAIT = "wait"
+    RECORD_COMMIT = "record COMMIT"
+    RECORD_ABORT = "record ABORT"
+    KEEP = "keep"
+    DROP = "drop"
+    CLOSE = "close"
+
+
+def copy_next(mark: Mark, outcome: Outcome | None, coordinator: Answer) -> tuple[CopyDecision, str]:
+    """The next action of the daemon that receives a copy of an image. SEALED: the whole image is here."""
+    if mark in {Mark.SETTLED, Mark.DISCARDED}:
+        return CopyDecision.CLOSE, str(mark)
+    if outcome is Outcome.COMMIT:
+        return CopyDecision.KEEP, "the snapshot is complete"
+    if outcome is Outcome.ABORT:
+        return CopyDecision.DROP, "the snapshot was given up"
+    if coordinator is Answer.COMMIT and mark is Mark.SEALED:
+        return CopyDecision.RECORD_COMMIT, "the coordinator has recorded COMMIT"
+    if coordinator is Answer.ABORT:
+        return CopyDecision.RECORD_ABORT, "the coordinator has recorded ABORT"
+    if coordinator is Answer.UNKNOWN and mark is not Mark.SEALED:  # it cannot commit without this copy
+        return CopyDecision.RECORD_ABORT, "the coordinator does not know of it"
+    return CopyDecision.WAIT, f"the coordinator's record decides ({coordinator})"
+
+
+def copy_state(mark: Mark, *, whole: bool) -> CopyState:
+    """What it tells the coordinator. `whole`: the image is here; it lies in memory, and is gone after a reboot."""
+    match mark:
+        case Mark.SEALED if whole:
+            return CopyState.STORED
+        case Mark.SETTLED:
+            return CopyState.KEPT
+        case Mark.DISCARDED:
+            return CopyState.DISCARDED
+        case _:
+            return CopyState.RECEIVING
+
+
+# ---------------------------------------------------------------- a target
+
+
 def target_part(state: CopyState) -> Part:
-    """What a target's answer about its copy means to the coordinator of a resumption."""
+    """What the answer of a target or a buddy about its copy means to the coordinator."""
     match state:
-        case CopyState.HELD:
+        case CopyState.HELD | CopyState.STORED:
             return Part.READY
-        case CopyState.RUNNING | CopyState.ENDED | CopyState.DISCARDED:
+        case CopyState.RUNNING:
+            return Part.RUNS
+        case CopyState.ENDED | CopyState.KEPT:
             return Part.DONE
+        case CopyState.DISCARDED:
+            return Part.DROPPED
         case CopyState.GONE:
             return Part.LOST
         case CopyState.NO_SUCH_MOVE:
@@ -123,11 +183,47 @@ class JobDecision(StrEnum):
     WAIT = "wait"  # for the driver
     RECORD_ABORT = "record ABORT"
     ASK = "ask the participants"
+    TAKE_BACK = "take back"  # a copy died before it ran, which overrules COMMIT: the job is suspended again
+    END = "end the copies"  # those that run although the resumption was taken back
     CLOSE = "close"
 
 
-#: Answers after COMMIT that do not change any more.
-CARRIED_OUT = frozenset({Part.DONE})
+#: Answers after COMMIT that do not change any more, as long as COMMIT stands.
+CARRIED_OUT = frozenset({Part.DONE, Part.RUNS})
+
+
+class Ended(StrEnum):
+    """Whether a node has ended an incarnation that is over."""
+
+    ENDED = "has none of its processes"
+    NOT_YET = "still has some"
+    DAEMON_DOWN = "its daemon is down, and its ranks may run"  # its machine answers
+    SILENT = "does not answer"  # nor its machine; it may be cut off
+    CUT_OFF = "has been silent for so long that it has ended them itself"
+
+
+#: A node that is cut off from the coordinator of a rank for this long ends that rank (jobs/tether.py). The coordinator waits
+#: longer: until the node's last question was answered, asked again, and its processes have been killed.
+CUT_OFF_S = 15.0
+FENCED_S = CUT_OFF_S + 10.0
+#: With these answers of all nodes no process of the incarnation runs.
+OVER = frozenset({Ended.ENDED, Ended.CUT_OFF})
+
+
+def is_cut_off(silent_s: float) -> bool:
+    return silent_s >= CUT_OFF_S
+
+
+def silent_node(silent_s: float) -> Ended:
+    """What the coordinator may conclude about a node that it has asked in vain for so long."""
+    return Ended.CUT_OFF if silent_s >= FENCED_S else Ended.SILENT
+
+
+def rollback_next(answers: Mapping[str, Ended]) -> tuple[JobDecision, str]:
+    """The coordinator's next action. `answers`: of all nodes, except those that an operator has declared dead."""
+    if all(answer in OVER for answer in answers.values()):
+        return JobDecision.CLOSE, "no process of the incarnation runs anywhere"
+    return JobDecision.ASK, "the incarnation that was rolled back has not ended on all nodes yet"
 
 
 def may_commit(parts: Mapping[str, Part]) -> tuple[bool, str]:
@@ -143,18 +239,28 @@ def job_next(
     *,
     lease_expired: bool,
     given_up: bool = False,
+    resumes: bool = False,
 ) -> tuple[JobDecision, str]:
     """The coordinator's next action. `parts`: the participants' last answers; empty: they were not asked yet. `given_up`: an
-    operator has dropped the images, so it does not matter any more whether all nodes have carried out COMMIT."""
+    operator has dropped the images, so it does not matter any more whether all nodes have carried out COMMIT. `resumes`: the
+    record is of a resumption."""
     if mark is Mark.SETTLED:
         return JobDecision.CLOSE, "settled"
     if outcome is None:
         if lease_expired:
             return JobDecision.RECORD_ABORT, "the driver was silent for longer than its lease"
         return JobDecision.WAIT, "the driver decides"
-    if given_up and outcome is Outcome.COMMIT:
-        return JobDecision.CLOSE, "the job is given up"
-    over = CARRIED_OUT if outcome is Outcome.COMMIT else {Part.DONE, Part.ABSENT}
+    over: Collection[Part] = CARRIED_OUT
+    if outcome is Outcome.COMMIT:
+        if given_up:
+            return JobDecision.CLOSE, "the job is given up"
+        if resumes and any(part in {Part.LOST, Part.DROPPED} for part in parts):
+            # Its target journals ACTIVATED before the first instruction runs, so this copy never ran and never will.
+            return JobDecision.TAKE_BACK, "committed, but a copy died before it ever ran: the job is suspended again"
+    elif Part.RUNS in parts:
+        return JobDecision.END, "taken back, and copies that were let run before that run still"
+    else:
+        over = {Part.DONE, Part.DROPPED, Part.ABSENT}
     if parts and all(part in over for part in parts):
         return JobDecision.CLOSE, "all nodes have carried it out"
     return JobDecision.ASK, f"{outcome} is recorded, and not carried out by all nodes yet"

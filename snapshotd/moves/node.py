@@ -14,6 +14,7 @@ from snapshotd.holder.client import Holder
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves.carry import Carry
 from snapshotd.moves.journal import Journal
+from snapshotd.moves.record import Begin
 from snapshotd.moves.reserve import Reserve
 from snapshotd.proc.room import Room
 from snapshotd.transport.image.store import ImageStore
@@ -42,6 +43,10 @@ class Node:
     def client(self, name: str, endpoint: str) -> DaemonClient:
         """A client of another daemon, with this node's own certificate. Use it as a context manager."""
         return DaemonClient(endpoint, node=name, channel=self.connect(name, endpoint))
+
+    def store_of(self, begin: Begin) -> ImageStore:
+        """Where the image of a suspended rank, or of a snapshot, lies. Snapshots are replaced every few minutes."""
+        return self.store if begin.kind in {"snapshot", "copy"} else self.suspended
 
     @property
     def credentials(self) -> Credentials:

@@ -59,6 +59,8 @@ class Begin(msgspec.Struct, frozen=True):
     coordinator: str = ""
     coordinator_node: str = ""
     coordinator_endpoint: str = ""
+    # "snapshot": of a rank that goes on (source), or of a job; "copy": of a snapshot's image (target); "rollback": of a job
+    kind: str = ""
 
     def same_request(self, other: Begin) -> bool:
         """Whether two Begins ask for the same move. Time, boot id, lease and nonce may differ; a target makes a new nonce."""
@@ -145,6 +147,20 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     participants: list[JobPart] = []
     suspension: str = ""  # the record of the suspension that this one resumes; empty: it is a suspension
     done: list[str] = []  # the moves of participants that have carried out COMMIT: they are not asked again
+    taken_back: str = ""  # why a resumption that was committed is ended: a copy died before it ran
+
+    # source of a snapshot
+    continued: bool = False  # the image is complete, and the rank goes on
+
+    # target of a resumption
+    from_node: str = ""  # where the rank was when its image was made
+    ended_before: str = ""  # the last record by which copies of its job that ran were ended
+    tethered: bool = False  # after a rollback: it must end if it is cut off from the coordinator
+
+    # job: a rollback
+    snapshot: str = ""  # whose images are the job
+    ends: str = msgspec.field(default="", name="ends_incarnation")  # the incarnation that may not run any more
+    lost_nodes: list[str] = []  # which an operator has declared dead
 
     # source of a rank that was suspended
     resumed_node: str = ""  # where its image was last sent
@@ -208,6 +224,14 @@ class Fields(TypedDict, total=False):
     participants: list[JobPart]
     suspension: str
     done: list[str]
+    taken_back: str
+    continued: bool
+    from_node: str
+    ended_before: str
+    tethered: bool
+    snapshot: str
+    ends: str
+    lost_nodes: list[str]
     resumed_node: str
     resumed_endpoint: str
     dropped: str

@@ -164,6 +164,12 @@ class JobPart(msgspec.Struct, frozen=True):
     image: str = ""  # of a resumption: the rank's move in the suspension, and the node that has its image
     image_node: str = ""
     image_endpoint: str = ""
+    incarnation: str = ""  # of a snapshot: that of the rank's process
+    copy: str = ""  # of a snapshot: the buddy's copy of the image
+    copy_node: str = ""
+    copy_endpoint: str = ""
+    home_node: str = ""  # of a resumption: the node of its home keeper
+    home_endpoint: str = ""
 
     @classmethod
     def of(cls, part: pb.Participant) -> JobPart:

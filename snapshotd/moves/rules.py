@@ -64,6 +64,8 @@ class CopyState(StrEnum):
     ENDED = "ended"
     GONE = "gone"
     DISCARDED = "discarded"
+    STORED = "stored"  # a copy of an image, which is kept and not restored: see job_rules.py
+    KEPT = "kept"
 
 
 class SourceDecision(StrEnum):

@@ -31,6 +31,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     predicted_s: float
     failure: str
     abandoned: bool
+    continued: bool
+    resumed_node: str
 
     @classmethod
     def of(cls, record: MoveRecord) -> Summary:

@@ -18,6 +18,8 @@ def where_of(log: MoveLog) -> Where:
 
 
 def _on_source(log: MoveLog) -> Where:
+    if log.begin.kind == "snapshot" and (log.outcome is not None or log.known.continued):
+        return Where.SOURCE_RUNNING
     if log.committed and log.begin.coordinator:
         return Where.SUSPENDED
     if log.committed:
@@ -28,6 +30,8 @@ def _on_source(log: MoveLog) -> Where:
 
 
 def _on_target(log: MoveLog) -> Where:
+    if log.begin.kind == "copy":
+        return Where.SOURCE_RUNNING
     if log.begin.coordinator and log.last_mark not in {Mark.ACTIVATED, Mark.HELD}:
         return Where.SUSPENDED  # its image stays on the node that has it
     match log.last_mark:

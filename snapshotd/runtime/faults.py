@@ -80,6 +80,13 @@ class Point(StrEnum):
     BEFORE_JOB_ABORT = "before-job-abort"
     BEFORE_SEND = "before-send"
     SEND = "send"  # the image of a suspended rank is on its target
+    BEFORE_CONTINUE = "before-continue"  # a rank whose image of a snapshot is complete
+    CONTINUE = "continue"
+    BEFORE_ROLLBACK = "before-rollback"  # the coordinator of a rollback
+    ROLLBACK = "rollback"
+    ROLLED_BACK = "rolled-back"  # no process of the former incarnation runs any more
+    BEFORE_END_RANKS = "before-end-ranks"  # a node whose copies of a job are to be ended
+    END_RANKS = "end-ranks"
 
 
 _folder: Path | None = None

@@ -20,6 +20,8 @@ VERBS = (
     ("job", "resume"),
     ("job", "list"),
     ("job", "drop"),
+    ("job", "snapshot"),
+    ("job", "rollback"),
     ("status",),
     ("history",),
     ("recover",),

@@ -239,3 +239,14 @@ def test_the_node_that_has_the_rank_can_always_relay_and_then_no_other_node_can(
     relays(holder, answered=True)
     for other_keys in others:
         assert relay_keys.check(home_entry, other_keys) is None
+
+
+def test_rank_that_comes_back_from_an_older_image_presents_a_key_made_from_the_record_that_ended_its_copy() -> None:
+    home = entry(holder_key="1" * 32, ended_by="m-0000000000aa")  # a newer key than the image has
+    guest = entry("guest")
+    relay_keys.take_over(guest, [FIRST])
+    assert relay_keys.check(home, relay_keys.presented(guest)) is None
+    relay_keys.take_over(guest, [relay_keys.after_end(FIRST, "m-0000000000aa"), FIRST])
+    assert relay_keys.check(home, relay_keys.presented(guest)) == guest.own_key
+    home.ended_by = "m-0000000000bb"
+    assert relay_keys.check(home, relay_keys.presented(guest)) is None, "that copy was ended too"

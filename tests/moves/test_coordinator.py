@@ -13,7 +13,8 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, NotFound, Undone, Usage, WrongState
-from snapshotd.moves.jobs.coordinator import JobSteps, is_needed
+from snapshotd.moves.jobs.coordinator import JobSteps
+from snapshotd.moves.jobs.records import is_needed
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.rules import Mark
 
@@ -28,6 +29,7 @@ class Daemon:
         self.copies: dict[str, pb.Copy] = {}
         self.dropped: list[str] = []
         self.given_up: set[str] = set()  # images of ranks that never run again
+        self.ended: list[tuple[str, str]] = []
         config = SimpleNamespace(node="node-1", advertise="10.0.0.1:7070")
         self.journal = Journal(folder)
         node: Any = SimpleNamespace(config=config, journal=self.journal, client=self._client)
@@ -48,8 +50,14 @@ class Daemon:
             self.given_up |= {request.image} if request.given_up else set()
             return pb.DropImageReply()
 
+        async def end(request: pb.EndRanksRequest, timeout_s: float) -> pb.EndRanksReply:
+            self.ended += [(request.incarnation, uid) for uid in request.rank_uids]
+            return pb.EndRanksReply()
+
         yield SimpleNamespace(
-            source=SimpleNamespace(GetOutcome=outcome, DropImage=drop), target=SimpleNamespace(GetCopy=copy)
+            source=SimpleNamespace(GetOutcome=outcome, DropImage=drop),
+            target=SimpleNamespace(GetCopy=copy),
+            job=SimpleNamespace(EndRanks=end),
         )
 
     async def stop(self) -> None:
@@ -117,6 +125,33 @@ async def test_images_are_dropped_only_when_every_rank_runs(daemon: Daemon) -> N
     await daemon.settle(FIRST)
     assert daemon.dropped == ["m-000000000010", "m-000000000011"]
     assert daemon.steps.moving(FIRST).log.last_mark is Mark.SETTLED
+
+
+async def test_a_resumption_of_which_a_copy_died_before_it_ran_is_taken_back(daemon: Daemon) -> None:
+    await daemon.suspend()
+    await daemon.steps.begin(resumption(FIRST))
+    daemon.copies = {f"m-{move:012x}": pb.Copy(state=pb.Copy.HELD) for move in (32, 33)}
+    assert (await daemon.steps.commit(FIRST)).kind == pb.COMMIT
+    daemon.copies = {
+        "m-000000000020": pb.Copy(state=pb.Copy.RUNNING),
+        "m-000000000021": pb.Copy(state=pb.Copy.GONE),
+    }
+    await daemon.settle(FIRST)
+    assert (await daemon.steps.outcome(FIRST)).kind == pb.ABORT
+    await daemon.settle(FIRST)
+    assert set(daemon.ended) == {(FIRST, "train-0"), (FIRST, "train-1")}
+    with pytest.raises(Busy, match="may still run"):
+        await daemon.steps.begin(resumption(SECOND, (34, 35)))
+    daemon.copies = {
+        "m-000000000020": pb.Copy(state=pb.Copy.ENDED),
+        "m-000000000021": pb.Copy(state=pb.Copy.DISCARDED),
+    }
+    await daemon.settle(FIRST)
+    assert daemon.steps.moving(FIRST).log.last_mark is Mark.SETTLED
+    assert daemon.dropped == [], "the images are the job again"
+    await daemon.stop()
+    daemon.steps.moves.pop(FIRST, None)  # what the settle loop does at its end
+    await daemon.steps.begin(resumption(SECOND, (34, 35)))
 
 
 async def test_a_job_is_resumed_once(daemon: Daemon) -> None:

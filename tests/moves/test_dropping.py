@@ -16,7 +16,7 @@ import pytest
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, Unreachable, WrongState
 from snapshotd.moves.jobs import coordinator, dropping
-from snapshotd.moves.jobs.coordinator import is_needed
+from snapshotd.moves.jobs.records import is_needed
 from snapshotd.moves.rules import Mark
 from tests.moves.test_coordinator import FIRST, RECORD, Daemon, resumption, suspension
 

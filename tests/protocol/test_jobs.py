@@ -3,114 +3,19 @@ its images are whole. Afterwards everything is settled, and a retry succeeds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
 
 import pytest
 
-from migrator.job_protocol import RESUME, SUSPEND, UNDO_RESUME, UNDO_SUSPEND, Asked, JobStep, index_of, undo_plan
+from migrator.job_protocol import RESUME, SUSPEND, index_of
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Answer, JobDecision, Part, StoreDecision, StoreFacts
 from snapshotd.moves.rules import CopyState, Mark, Outcome
-from tests.protocol.job_model import DRIVER, NODES, Died, JobModel, Lost, Refused
-
-#: The model's name of each call.
-RPC = {
-    "Source.Inspect": "",
-    "Job.Begin": "job_begin",
-    "Source.Begin": "begin",
-    "Source.Freeze": "freeze",
-    "Source.Stream": "stream",
-    "Job.Commit": "job_commit",
-    "Source.Release": "release",
-    "Source.GetImage": "get_image",
-    "Target.Examine": "",
-    "Target.Prepare": "prepare",
-    "Source.Send": "send",
-    "Target.Restore": "restore",
-    "Target.Activate": "activate",
-    "Job.Abort": "job_abort",
-    "Source.Abort": "abort",
-    "Target.Discard": "discard",
-}
-
-
-class Attempt:
-    """A driver that suspends or resumes the job."""
-
-    def __init__(self, model: JobModel, name: str, suspension: str = "", to: Sequence[str] = ("one", "spare")) -> None:
-        self.model, self.name, self.suspension = model, name, suspension
-        self.table, self.undo = (RESUME, UNDO_RESUME) if suspension else (SUSPEND, UNDO_SUSPEND)
-        self.stores, self.moves = [node for _, node in model.running()], [f"{name}-0", f"{name}-1"]
-        self.images: list[str] = []
-        if suspension:
-            parts = model.journal[NODES[0], suspension].parts
-            self.stores, self.images = [part[0] for part in parts], [part[1] for part in parts]
-        self.nodes = list(to) if suspension else self.stores
-
-    def run(self) -> str:
-        """done, undone, or "" if the driver died."""
-        self.model.up[DRIVER] = True
-        reached = 0
-        try:
-            try:
-                while reached < len(self.table):
-                    self.ask(self.table[reached])
-                    reached += 1
-                return "done"
-            except (Lost, Refused):
-                return self.end(reached)
-        except Died as died:
-            if died.who == DRIVER:
-                return ""
-            raise
-
-    def end(self, reached: int) -> str:
-        if reached > index_of("Job.Commit", self.table):
-            return ""
-        try:
-            outcome = self.model.call(DRIVER, NODES[0], "job_abort", self.name)
-        except (Lost, Refused):
-            return ""
-        if outcome is Outcome.COMMIT:
-            return ""
-        for step in undo_plan(self.table, self.undo, reached):
-            if step.call != "Job.Abort":
-                self.ask(step, patient=True)
-        return "undone"
-
-    def ask(self, step: JobStep, *, patient: bool = False) -> None:
-        if not (rpc := RPC[step.call]):
-            return
-        if step.asked is Asked.COORDINATOR:
-            parts = [
-                f"{self.nodes[rank]} {self.moves[rank]} {self.stores[rank]} {(self.images or self.moves)[rank]}"
-                for rank in (0, 1)
-            ]
-            more = (self.suspension, *parts) if rpc == "job_begin" else ()
-            self.model.call(DRIVER, NODES[0], rpc, self.name, *more)
-            return
-        for rank in (0, 1):
-            try:
-                self.model.call(DRIVER, *self.request(rpc, rank))
-            except (Lost, Refused):
-                if not patient:
-                    raise
-
-    def request(self, rpc: str, rank: int) -> tuple[str, ...]:
-        store, node, move = self.stores[rank], self.nodes[rank], self.moves[rank]
-        match rpc:
-            case "begin":
-                return node, rpc, move, str(rank), self.name
-            case "get_image":
-                return store, rpc, self.images[rank]
-            case "prepare":
-                return node, rpc, move, str(rank), self.images[rank], self.name
-            case "send":
-                return store, rpc, self.images[rank], node, move
-            case _:
-                return node, rpc, move
+from tests.protocol.job_driver import RPC, Attempt
+from tests.protocol.job_model import JobModel
+from tests.protocol.job_world import DRIVER, NODES, Refused
 
 
 def walked(*, resuming: bool) -> tuple[JobModel, Attempt]:
@@ -139,11 +44,13 @@ def judge(model: JobModel, *, resuming: bool) -> None:
     """The job runs or is suspended, nothing is left over, and a retry succeeds."""
     model.settle()
     assert model.unfinished() == []
-    if model.killed:
-        running = {copy.incarnation for copy in model.copies if copy.running}
-        assert len(running) <= 1
-        if not suspended(model):
-            return  # a rank has died, as it does without us
+    if model.killed and not suspended(model):
+        # A rank has died, as it does without us: after it ran, or with its node before the job was suspended.
+        committed = [r for r in model.journal.values() if r.role == "job" and r.outcome is Outcome.COMMIT]
+        if committed and (last := committed[-1]).suspension:
+            ran = [model.journal[node, move].mark is Mark.ACTIVATED for node, move, _, _ in last.parts]
+            assert all(ran), "a copy died before it ran, and the images are gone"
+        return
     runs = [rank for rank, _ in model.running()] == [0, 1]
     assert runs != suspended(model), f"{model.copies} {model.images}"
     assert bool(model.images) == suspended(model), "images are left"
@@ -301,3 +208,19 @@ def test_the_coordinator_decides_alone_only_by_its_lease() -> None:
     absent = (Part.DONE, Part.ABSENT)
     assert job_rules.job_next(Mark.BEGUN, Outcome.ABORT, absent, lease_expired=True)[0] is JobDecision.CLOSE
     assert job_rules.job_next(Mark.BEGUN, Outcome.COMMIT, absent, lease_expired=True)[0] is JobDecision.ASK
+
+
+@pytest.mark.parametrize("lost", [Part.LOST, Part.DROPPED])
+def test_a_resumption_of_which_a_copy_died_before_it_ran_is_taken_back(lost: Part) -> None:
+    def after(outcome: Outcome, *parts: Part, resumes: bool = True) -> JobDecision:
+        return job_rules.job_next(Mark.BEGUN, outcome, parts, lease_expired=True, resumes=resumes)[0]
+
+    assert after(Outcome.COMMIT, Part.RUNS, lost) is JobDecision.TAKE_BACK
+    assert after(Outcome.COMMIT, Part.READY, lost, resumes=False) is JobDecision.ASK, (
+        "the image of a suspension is whole"
+    )
+    assert after(Outcome.ABORT, Part.RUNS, Part.DROPPED) is JobDecision.END
+    assert after(Outcome.ABORT, Part.DONE, Part.DROPPED) is JobDecision.CLOSE
+    assert after(Outcome.COMMIT, Part.RUNS, Part.DONE) is JobDecision.CLOSE, (
+        "a copy that ran and ended is the job's own end"
+    )

@@ -7,6 +7,7 @@ has at most one resumption that is not aborted. The images are dropped once ever
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Iterable
@@ -15,13 +16,14 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, NotFound, SnapshotError, Undone, Unreachable, Usage, Where, WrongState
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import JobDecision, Part
-from snapshotd.moves.jobs import dropping
-from snapshotd.moves.journal import Journal, MoveLog, check_move_id
+from snapshotd.moves.jobs import dropping, participants, records
+from snapshotd.moves.jobs.rollback import Rollbacks
+from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import Begin
-from snapshotd.moves.record_parts import JobPart
-from snapshotd.moves.rules import CopyState, Mark, Outcome
+from snapshotd.moves.record_parts import ClusterNode, JobPart
+from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.moves.steps import Steps, settle_loop, step
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 ASK_S = 10.0
 #: When an operator who drops a job gets an answer at the latest. It takes seconds to remove a large image.
 ANSWER_S = 30.0
+END_S = 60.0
 AGAIN_S = 1.0
 MAX_RANKS = 1 << 16
 #: How long a resumption that is committed has at least to be carried out before an operator may drop its images.
@@ -55,6 +58,7 @@ class JobSteps(Steps):
     def __init__(self, node: Node) -> None:
         super().__init__(node.journal)
         self.node = node
+        self.rollbacks = Rollbacks(node, self.moves)
         self._deciding = asyncio.Lock()  # of two resumptions of one job, at most one begins, and at most one commits
 
     # ------------------------------------------------------------------ the driver's steps
@@ -73,17 +77,21 @@ class JobSteps(Steps):
         parts = [JobPart.of(one) for one in request.participants]
         for part in parts:
             check_move_id(part.move)
+            if request.snapshot and (not part.copy or part.copy_node == part.node):
+                raise Usage("every rank of a snapshot has a buddy on another node")
         await reach(Point.BEFORE_JOB_BEGIN)
         here = (self.node.config.node, self.node.config.advertise)
         begin = Begin(
             *(request.record, "job", "", request.job, 0, *here, *here, "00" * 32, host.boot_id(), time.time()),
             lease_s=request.lease_s,
             user_id=request.user_id,
+            kind="snapshot" if request.snapshot else "",
         )
+        nodes = [ClusterNode.of(node) for node in request.nodes]
         async with self._deciding:
             await in_thread(self._must_be_possible, request, parts)
             move_log = await in_thread(self.journal.begin, begin)
-            await in_thread(move_log.mark, Mark.BEGUN, participants=parts, suspension=request.suspension)
+            await in_thread(move_log.mark, Mark.BEGUN, participants=parts, suspension=request.suspension, nodes=nodes)
             self._track(move_log)
         await reach(Point.JOB_BEGIN)
         return pb.BeginJobReply()
@@ -96,16 +104,28 @@ class JobSteps(Steps):
         if not request.suspension:
             return
         suspension = self.journal.find(check_move_id(request.suspension))
-        if suspension is None or suspension.begin.role != "job" or not suspension.committed:
+        is_one = suspension is not None and suspension.begin.role == "job" and suspension.begin.kind != "snapshot"
+        if suspension is not None and suspension.begin.kind == "rollback" and suspension.last_mark is not Mark.SETTLED:
+            raise Busy(f"the processes of job {request.job} that was rolled back have not all ended yet")
+        if suspension is None or not is_one or not suspension.committed:
             raise NotFound(f"job {request.job} is not suspended", remedy="`migrator job list` shows suspended jobs")
         record = suspension.whole()
-        if ended := ended_by(self.journal, suspension):
+        if ended := records.ended_by(self.journal, suspension):
             raise WrongState(
                 f"the suspension of job {request.job} has ended ({ended})",
                 remedy="`migrator ps` shows where its ranks are",
                 where=Where.UNKNOWN,
             )
-        if sorted(part.image for part in parts) != sorted(part.move for part in record.participants):
+        for moving in list(self.moves.values()):
+            if moving.log.record.suspension == request.suspension and moving.log.record.taken_back:
+                raise Busy(
+                    f"copies of job {request.job} that were resumed in vain may still run ({moving.log.move})",
+                    remedy="retry when `migrator job list` does not show that attempt any more",
+                    where=Where.UNKNOWN,
+                )
+        wanted = {part.rank_uid: {image for image, _, _ in records.images_of(part)} for part in record.participants}
+        given = {part.rank_uid: part.image for part in parts}
+        if given.keys() != wanted.keys() or not all(given[uid] in wanted[uid] for uid in given):
             raise Usage("a job is resumed with all ranks with which it was suspended, and no others")
 
     async def renew(self, record: str) -> pb.RenewReply:
@@ -120,7 +140,7 @@ class JobSteps(Steps):
         async with self.ending(moving, "commit"):
             if moving.log.outcome is None:
                 await reach(Point.BEFORE_JOB_COMMIT)
-                parts = await self._ask_all(moving.log)
+                parts = await participants.ask_all(self.node, moving.log)
                 ready, why = job_rules.may_commit(parts)
                 if not ready:
                     raise Undone(
@@ -140,7 +160,7 @@ class JobSteps(Steps):
         """Records COMMIT. That of a resumption only if the job is still suspended: it was neither resumed nor dropped."""
         async with self._deciding:
             if suspension := move_log.record.suspension:
-                ended = await in_thread(ended_by, self.journal, self.journal.get(suspension))
+                ended = await in_thread(records.ended_by, self.journal, self.journal.get(suspension))
                 if ended:
                     raise Undone(f"the suspension has ended ({ended})", where=Where.UNKNOWN)
             await in_thread(move_log.decide, Outcome.COMMIT, "every rank is ready", "driver")
@@ -172,6 +192,12 @@ class JobSteps(Steps):
         """An operator gives a suspended job up: its images are dropped, and it can never be resumed. Idempotent. Nodes that
         do not answer now are asked again until they have confirmed it."""
         moving = self.moving(record)
+        if moving.log.begin.kind:
+            raise WrongState(
+                f"{record} is not a suspension: the images of a snapshot are removed when its job ends",
+                remedy="end the launchers of the job",
+                where=Where.UNKNOWN,
+            )
         if moving.log.last_mark is Mark.SETTLED and moving.settling is not None:
             moving.wake()
             await asyncio.wait([moving.settling])  # the loop that carried out the suspension is about to end
@@ -213,8 +239,20 @@ class JobSteps(Steps):
                 )
         return True
 
+    @step
+    async def rollback(self, request: pb.RollbackRequest, by: str) -> pb.Outcome:
+        """Decides that the incarnation that runs now is over, and begins to end it. Idempotent."""
+        move_log = await self.rollbacks.begin(request, by, self._deciding)
+        if move_log.move not in self.moves and not move_log.ended_unix_s:
+            self._track(move_log).wake()
+        return self._outcome_of(move_log)
+
+    async def may_run(self, request: pb.MayRunRequest) -> pb.MayRunReply:
+        ended_by = await in_thread(self.rollbacks.may_run, request.incarnation, list(request.rank_uids))
+        return pb.MayRunReply(ended_by=ended_by)
+
     async def outcome(self, record: str) -> pb.Outcome:
-        return self._outcome_of(self.moving(record).log)
+        return await in_thread(self._outcome_of, self.moving(record).log)
 
     async def listed(self) -> pb.ListJobsReply:
         return pb.ListJobsReply(jobs=await in_thread(self._listed))
@@ -227,7 +265,7 @@ class JobSteps(Steps):
                 continue
             record = move_log.whole()
             moving = self.moves.get(move_log.move)
-            by = ended_by(self.journal, move_log)
+            by = records.ended_by(self.journal, move_log)
             is_over = bool(move_log.ended_unix_s) and (bool(record.suspension) or bool(by) or not move_log.committed)
             found.append(
                 pb.JobRecord(
@@ -245,6 +283,8 @@ class JobSteps(Steps):
                     ended_unix_s=move_log.ended_unix_s,
                     waiting_for=moving.waiting_for if moving is not None else "",
                     ended_by=by,
+                    kind=begin.kind,
+                    snapshot=record.snapshot,
                 )
             )
         return found
@@ -263,8 +303,10 @@ class JobSteps(Steps):
                     log.info("taking up job record %s from before the restart", move_log.move)
                     self._track(move_log)
 
-    def _track(self, move_log: MoveLog) -> None:
-        self._follow_record(Moving(move_log))
+    def _track(self, move_log: MoveLog) -> Moving:
+        moving = Moving(move_log)
+        self._follow_record(moving)
+        return moving
 
     def _follow_record(self, moving: Moving) -> None:
         self.moves[moving.log.move] = moving
@@ -273,8 +315,11 @@ class JobSteps(Steps):
 
     async def settle_once(self, moving: Moving) -> None:
         """Carries out decisions of the rules. The caller holds the record's lock."""
+        if moving.log.begin.kind == "rollback":
+            await self.rollbacks.settle(moving)
+            return
         move_log, parts = moving.log, dict[str, Part]()
-        given_up = await in_thread(self._is_given_up, move_log)
+        given_up = await in_thread(records.is_given_up, self.journal, move_log)
         for _ in range(3):
             decision, moving.waiting_for = job_rules.job_next(
                 move_log.last_mark,
@@ -282,6 +327,7 @@ class JobSteps(Steps):
                 parts.values(),
                 lease_expired=moving.lease_expired,
                 given_up=given_up,
+                resumes=bool(move_log.record.suspension),
             )
             match decision:
                 case JobDecision.RECORD_ABORT:
@@ -291,7 +337,18 @@ class JobSteps(Steps):
                         late = [f"{name} {part}" for name, part in parts.items() if part is not Part.DONE]
                         moving.waiting_for += f": {'; '.join(late[:5])}"
                         return
-                    parts = await self._ask_all(move_log)
+                    parts = await participants.ask_all(self.node, move_log)
+                case JobDecision.TAKE_BACK:
+                    lost = [f"{name} {part}" for name, part in parts.items() if part in {Part.LOST, Part.DROPPED}]
+                    reason = f"{'; '.join(lost[:5])}: the job is suspended again"
+                    await in_thread(
+                        move_log.mark, move_log.last_mark, taken_back=reason
+                    )  # before: see `_must_be_possible`
+                    await in_thread(move_log.overrule, Outcome.ABORT, reason, "coordinator")
+                    parts = {}
+                case JobDecision.END:
+                    await participants.end_copies(self.node, move_log)
+                    return
                 case JobDecision.CLOSE:
                     if move_log.last_mark is not Mark.SETTLED:
                         await self._close(move_log, given_up=given_up)
@@ -299,92 +356,45 @@ class JobSteps(Steps):
                 case _:
                     return
 
-    def _is_given_up(self, move_log: MoveLog) -> bool:
-        """Whether an operator has dropped the images of this record's suspension. Blocking."""
-        record = move_log.whole()
-        suspension = self.journal.find(record.suspension) if record.suspension else None
-        return bool(record.dropped or (suspension is not None and suspension.whole().dropped))
-
     async def _close(self, move_log: MoveLog, *, given_up: bool) -> None:
         """All have carried it out, or the job is given up. The images of a job that was resumed or given up are dropped
-        first: they are of no use any more. Raises NotDropped."""
+        first: they are of no use any more. A snapshot replaces the one before. Raises NotDropped."""
         record = await in_thread(move_log.whole)
-        if move_log.committed and (record.suspension or given_up):
-            resumed = bool(record.suspension) or await in_thread(resumed_by, self.journal, move_log) is not None
+        if move_log.committed and move_log.begin.kind == "snapshot":
+            for older in await in_thread(records.replaced_by, self.journal, move_log):
+                await self.give_up(older, f"replaced by {move_log.move}")
+        elif (
+            move_log.committed
+            and (record.suspension or given_up)
+            and records.drops_images(self.journal, record.suspension)
+        ):
+            resumed = bool(record.suspension) or await in_thread(records.resumed_by, self.journal, move_log) is not None
             images, reason = dropping.images_of(record), record.dropped or move_log.move
             if left := await dropping.drop(self.node, images, reason, given_up=not resumed):
                 raise NotDropped(left)
         await in_thread(move_log.mark, Mark.SETTLED)
 
-    async def _ask_all(self, move_log: MoveLog) -> dict[str, Part]:
-        """The answers of all participants, by a name for display. What a participant has carried out is journalled, and it is
-        not asked again: it may forget its part then."""
-        record = await in_thread(move_log.whole)
-        ask = self._ask_target if record.suspension else self._ask_store
-        known = set(record.done) if move_log.committed else set()
-
-        async def answer(part: JobPart) -> Part:
-            return Part.DONE if part.move in known else await ask(part)
-
-        answers = await asyncio.gather(*map(answer, record.participants))
-        parts = list(zip(record.participants, answers, strict=True))
-        done = [part.move for part, said in parts if said in job_rules.CARRIED_OUT]
-        if move_log.committed and set(done) > known:
-            await in_thread(move_log.mark, move_log.last_mark, done=done)
-        return {f"rank {part.rank} on {part.node}": said for part, said in parts}
-
-    async def _ask_store(self, part: JobPart) -> Part:
-        try:
-            async with self.node.client(part.node, part.endpoint) as client:
-                found = await client.source.GetOutcome(pb.MoveRequest(move=part.move), timeout_s=ASK_S)
-        except NotFound:
-            return Part.ABSENT
-        except SnapshotError:
-            return Part.UNREACHABLE
-        if found.settled:
-            return Part.DONE
-        return Part.READY if found.stored else Part.WORKING
-
-    async def _ask_target(self, part: JobPart) -> Part:
-        try:
-            async with self.node.client(part.node, part.endpoint) as client:
-                found = await client.target.GetCopy(pb.MoveRequest(move=part.move), timeout_s=ASK_S)
-        except SnapshotError:
-            return Part.UNREACHABLE
-        return job_rules.target_part(CopyState[pb.Copy.State.Name(found.state)])
+    async def give_up(self, move_log: MoveLog, reason: str) -> None:
+        """The images of a snapshot are not needed any more. A node that does not answer now asks later."""
+        await in_thread(move_log.mark, Mark.SETTLED, dropped=reason)
+        log.info("snapshot %s of job %s is given up: %s", move_log.move, move_log.begin.job, reason)
+        for part in (await in_thread(move_log.whole)).participants:
+            for image, name, endpoint in records.images_of(part):
+                request = pb.DropImageRequest(image=image, reason=reason)
+                with contextlib.suppress(SnapshotError):
+                    async with self.node.client(name, endpoint) as client:
+                        await client.source.DropImage(request, timeout_s=ASK_S)
 
     def _outcome_of(self, move_log: MoveLog) -> pb.Outcome:
         decided = move_log.outcome
+        dropped = move_log.whole().dropped if move_log.begin.kind == "snapshot" else ""
         if decided is None:
-            return pb.Outcome(kind=pb.UNDECIDED)
+            ended, tethered = records.before(self.journal, move_log.whole().suspension)
+            return pb.Outcome(kind=pb.UNDECIDED, ended=ended, tethered=tethered)
         return pb.Outcome(
             kind=pb.OutcomeKind.Value(decided.outcome.value),
             reason=decided.reason,
             decided_by=decided.decided_by,
             settled=move_log.last_mark is Mark.SETTLED,
+            dropped=dropped,
         )
-
-
-def resumed_by(journal: Journal, suspension: MoveLog) -> MoveLog | None:
-    """The record that resumed a suspended job. Blocking."""
-    for other in journal.all():
-        if other.begin.role == "job" and other.committed and other.whole().suspension == suspension.move:
-            return other
-    return None
-
-
-def ended_by(journal: Journal, suspension: MoveLog) -> str:
-    """The record that resumed a suspended job, or why an operator gave it up; empty while it is suspended. Blocking."""
-    if dropped := suspension.whole().dropped:
-        return f"dropped: {dropped}"
-    by = resumed_by(journal, suspension)
-    return by.move if by is not None else ""
-
-
-def is_needed(journal: Journal, move_log: MoveLog) -> bool:
-    """Whether a record must stay: of a job that is suspended, or the proof that it was resumed. Blocking."""
-    if not move_log.committed:
-        return False
-    if suspension := move_log.whole().suspension:
-        return journal.find(suspension) is not None
-    return not ended_by(journal, move_log)

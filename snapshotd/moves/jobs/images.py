@@ -1,7 +1,8 @@
-"""The images of suspended ranks on this node: describes them, sends them to the targets of a resumption, drops them.
+"""The images of suspended ranks and of snapshots on this node: describes them, sends them to the targets of a resumption or
+to a buddy, drops them.
 
-Invariant: an image is dropped only if the coordinator says that the job runs again, or an operator gives it up. Sending one
-changes nothing: it can be repeated.
+Invariant: an image is dropped only if the coordinator says that it is not needed any more (the job runs again, or has a newer
+snapshot, or has ended), or an operator gives it up. Sending one changes nothing: it can be repeated.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, Denied, NotFound, Usage, Where, WrongState
 from snapshotd.keepers.ranks import check_rank_uid
+from snapshotd.moves import description
+from snapshotd.moves.description import ImageDescription
 from snapshotd.moves.jobs import stored
 from snapshotd.moves.jobs.home_keepers import HomeKeepers
 from snapshotd.moves.journal import MoveLog, check_move_id
@@ -55,12 +58,18 @@ class StoredImages:
             unfinished = move_log is not None and move_log.last_mark is not Mark.SETTLED
             if move_log is None or not (unfinished or self._kept(move_log)):
                 self.node.suspended.drop(move)
+        for move in self.node.store.moves():
+            move_log = self.node.journal.find(move)
+            if move_log is not None and move_log.begin.kind and move_log.ended_unix_s and not self._kept(move_log):
+                self.node.store.drop(move)
 
     def _kept(self, move_log: MoveLog) -> bool:
-        begin = move_log.begin
-        return bool(
-            begin.role == "source" and begin.coordinator and move_log.committed and not move_log.whole().dropped
-        )
+        return bool(move_log.begin.coordinator and move_log.committed and not move_log.whole().dropped)
+
+    def of_snapshots(self) -> list[MoveLog]:
+        """The moves whose images are kept here for snapshots of their jobs."""
+        found = [self.node.journal.find(move) for move in sorted(self.node.store.moves())]
+        return [one for one in found if one is not None and one.begin.kind and one.committed and one.ended_unix_s]
 
     async def ranks(self) -> list[pb.Rank]:
         """The suspended ranks whose images are here. One whose description is damaged is listed as the journal knows it: the
@@ -85,9 +94,11 @@ class StoredImages:
 
     async def describe(self, image: str) -> pb.StoredImage:
         move_log = self._image(image)
-        record = await in_thread(move_log.whole)
+        rewires = (await in_thread(move_log.whole)).rewires
+        if move_log.begin.kind == "copy":
+            rewires = (await in_thread(_description, self.node.store_of(move_log.begin).path(image))).rewires
         size_bytes = await self._size_of(image)
-        return pb.StoredImage(facts=await self._facts_of(move_log), rewires=record.rewires, bytes=size_bytes)
+        return pb.StoredImage(facts=await self._facts_of(move_log), rewires=rewires, bytes=size_bytes)
 
     async def send(self, request: pb.SendRequest) -> AsyncIterator[pb.Progress]:
         """Sends an image to the target of a resumption; yields progress. The image stays."""
@@ -115,15 +126,16 @@ class StoredImages:
         its home keeper ends, so that its launcher notices it."""
         check_move_id(image)
         move_log = self.node.journal.find(image)
-        if move_log is None or image not in self.node.suspended.moves():
+        if move_log is None or image not in self.node.store_of(move_log.begin).moves():
             return pb.DropImageReply()
         if by_node and by_node != move_log.begin.coordinator_node:
             raise Denied(f"{by_node} is not the coordinator of {image}")
         self._must_be_suspended(move_log)
+        store = self.node.store_of(move_log.begin)
         if given_up:
-            await in_thread(self.home_keepers.remember, self.node.suspended.path(image), move_log)
+            await in_thread(self.home_keepers.remember, store.path(image), move_log)
         await in_thread(move_log.mark, Mark.SETTLED, dropped=reason or "dropped")
-        await in_thread(self.node.suspended.drop, image)
+        await in_thread(store.drop, image)
         if given_up:
             self.home_keepers.end(move_log)
         self._facts.pop(image, None)
@@ -132,12 +144,20 @@ class StoredImages:
         return pb.DropImageReply()
 
     def _image(self, image: str) -> MoveLog:
-        """The move of a suspended rank whose image is here. Raises NotFound or WrongState."""
+        """The move of a suspended rank, or of a snapshot, whose image is here. Raises NotFound or WrongState. That of a
+        snapshot may be sent to its buddy before it counts."""
         move_log = self.node.journal.find(check_move_id(image))
-        if move_log is None or not move_log.begin.coordinator or not self.node.suspended.sealed(image):
+        if (
+            move_log is None
+            or not move_log.begin.coordinator
+            or not self.node.store_of(move_log.begin).sealed(image)
+            or (move_log.begin.role == "target" and move_log.begin.kind != "copy")
+        ):
             raise NotFound(
                 f"node {self.node.config.node} has no image {image}", remedy="`migrator job list` shows suspended jobs"
             )
+        if move_log.begin.kind == "snapshot" and move_log.known.continued and not move_log.aborted:
+            return move_log
         self._must_be_suspended(move_log)
         return move_log
 
@@ -154,7 +174,7 @@ class StoredImages:
         """Bytes on the disk; 0 if the files are gone."""
         if (known := self._sizes_bytes.get(move)) is None:
             try:
-                known = await in_thread(_size_bytes, self.node.suspended.path(move))
+                known = await in_thread(_size_bytes, self.node.store_of(self.node.journal.get(move).begin).path(move))
             except (OSError, NotFound) as error:
                 log.error("the image of %s cannot be read: %s", move, error)
                 return 0
@@ -172,7 +192,7 @@ class _Sending:
 
     def __init__(self, node: Node, move_log: MoveLog, request: pb.SendRequest) -> None:
         self.node, self.log, self.request = node, move_log, request
-        self.folder = node.suspended.path(move_log.move)
+        self.folder = node.store_of(move_log.begin).path(move_log.move)
         self.sender: Sender | None = None
         self.expected_bytes = 0
         self.began_s = host.boottime_s()
@@ -195,10 +215,10 @@ class _Sending:
             for path in files:
                 await self.sender.put_file(path.name, path)
             sent = await self.sender.finish()
-        # Before the target can answer that its copy runs: this node confirms then that the rank is there.
-        await in_thread(
-            self.log.mark, Mark.SETTLED, resumed_node=request.target_node, resumed_endpoint=request.target_endpoint
-        )
+        if self.log.ended_unix_s:  # else it goes to a buddy
+            # Before the target can answer that its copy runs: this node confirms then that the rank is there.
+            node, endpoint = request.target_node, request.target_endpoint
+            await in_thread(self.log.mark, Mark.SETTLED, resumed_node=node, resumed_endpoint=endpoint)
         if damaged := await sink.seal(sent):
             raise Damaged(f"these images arrived damaged: {', '.join(damaged)}", where=Where.UNKNOWN)
         log.info("sent the image of rank %s to %s", self.log.begin.rank_uid, request.target_node)
@@ -220,6 +240,10 @@ class _Sending:
             boot_id=host.boot_id(),
             begun_unix_s=time.time(),
         )
+
+
+def _description(folder: Path) -> ImageDescription:
+    return description.decode((folder / description.FILE).read_bytes())
 
 
 def _size_bytes(folder: Path) -> int:

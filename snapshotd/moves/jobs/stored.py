@@ -23,10 +23,17 @@ _BLOCK_BYTES = 1 << 20
 
 
 def describe(images: Path, move_log: MoveLog, facts: pb.RankFacts) -> None:
-    """Writes both files for a sealed image. Blocking."""
-    digests = {path.name: digest(path) for path in _files(images)}
+    """Writes both files for a sealed image. Blocking. The image of a snapshot has no digests: it is in memory, not for
+    long, and its rank waits meanwhile."""
+    if move_log.begin.kind != "snapshot":
+        digests = {path.name: digest(path) for path in _files(images)}
+        write(move_log.folder / DIGESTS, json.dumps(digests).encode())
+    write_facts(move_log, facts)
+
+
+def write_facts(move_log: MoveLog, facts: pb.RankFacts) -> None:
+    """Blocking."""
     write(move_log.folder / FACTS, facts.SerializeToString())
-    write(move_log.folder / DIGESTS, json.dumps(digests).encode())
     sync_folder(move_log.folder)
 
 
@@ -40,6 +47,8 @@ def facts_of(move_log: MoveLog) -> pb.RankFacts:
 
 def verified(images: Path, move_log: MoveLog) -> list[Path]:
     """The files of an image, in order. Raises Damaged unless they are what was stored. Blocking."""
+    if move_log.begin.kind:
+        return _files(images)
     try:
         wanted: dict[str, str] = json.loads((move_log.folder / DIGESTS).read_bytes())
         found = {path.name: digest(path) for path in _files(images)}

@@ -45,6 +45,12 @@ _REMEDY = (
 Known = Callable[[str, str], Collection[Address]]
 
 
+def _leaves(move_log: MoveLog) -> bool:
+    """Whether the rank left, or came. After a snapshot it went on; it leaves if it is rolled back from that image."""
+    begin = move_log.begin
+    return begin.kind != "copy" and (begin.kind != "snapshot" or bool(move_log.known.resumed_node))
+
+
 class Departures:
     """Both sides: checks addresses for this node, and confirms this node's own to others."""
 
@@ -92,7 +98,7 @@ class Departures:
     # ------------------------------------------------------------------ this node's own addresses
 
     async def _confirm_own(self, uid: str, addresses: Collection[Address], holder: str, asked_before: int) -> None:
-        moves = [log for log in self.node.journal.all() if log.begin.rank_uid == uid and log.committed]
+        moves = [log for log in self.node.journal.all() if log.begin.rank_uid == uid and log.committed and _leaves(log)]
         departures = [log for log in moves if log.begin.role == "source"]
         if not departures:
             raise Denied(f"no rank {uid} has left node {self.node.config.node}", remedy=_REMEDY)

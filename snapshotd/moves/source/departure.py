@@ -60,9 +60,39 @@ class Departure:
         move_log = moving.log
         if moving.offload is not None:
             await moving.offload.close()
-        await Dump.sweep(self.node, move_log)
         if move_log.begin.coordinator:
-            await in_thread(self.node.suspended.drop, move_log.move)
+            await in_thread(self.node.store_of(move_log.begin).drop, move_log.move)
+        if move_log.known.continued:
+            await self._close(moving)
+            return
+        await self._let_run(moving)
+        await self._close(moving)
+        await self.communicators.open_all(moving)
+
+    async def go_on(self, moving: Moving) -> None:
+        """The image of a snapshot is complete: lets the rank go on. Whether the image counts is decided later."""
+        await reach(Point.BEFORE_CONTINUE)
+        await self._let_run(moving)
+        await in_thread(moving.log.mark, Mark.STREAMED, continued=True)
+        entry = self.own_entry(moving.log)
+        if entry is not None and entry.moving == moving.log.move:
+            entry.moving = ""
+        await reach(Point.CONTINUE)
+
+    async def keep(self, moving: Moving) -> None:
+        """The snapshot is complete: its coordinator may end this incarnation of the rank, and roll it back, from now on."""
+        begin, entry = moving.log.begin, self.own_entry(moving.log)
+        if entry is not None:
+            entry.coordinator_node, entry.coordinator_endpoint = begin.coordinator_node, begin.coordinator_endpoint
+            entry.tethered = True
+            await in_thread(self.node.ranks.update, entry)
+        await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s)
+        moving.wake()
+
+    async def _let_run(self, moving: Moving) -> None:
+        """Brings the frozen copy back to life, from any state in between."""
+        move_log = moving.log
+        await Dump.sweep(self.node, move_log)
         entry = self.own_entry(move_log)
         group = Cgroup(Path(move_log.record.cgroup))
         here = move_log.begin.boot_id == host.boot_id() and group.exists()
@@ -90,12 +120,10 @@ class Departure:
             await self._refill(moving)  # nothing is offloaded: gives up what was prepared
         if here and entry is not None and entry.keeper_alive():
             await self.communicators.put_back(moving)
-            if move_log.last_mark is not Mark.BEGUN:
+            if move_log.last_mark is not Mark.BEGUN and move_log.begin.kind != "snapshot":
                 await self._replace_relay_key(entry)
         else:
             await self.communicators.give_up_building(moving, "the rank that was to move has ended")
-        await self._close(moving)
-        await self.communicators.open_all(moving)
 
     async def _replace_relay_key(self, entry: RankEntry) -> None:
         """The target may have the key of the relay, and has no part in the rank any more."""

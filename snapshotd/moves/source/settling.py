@@ -143,7 +143,8 @@ class SourceSettling(Steps):
         move_log = moving.log
         for _ in range(3):
             said, why = Answer.UNDECIDED, ""
-            if move_log.outcome is None:
+            waits = move_log.begin.kind == "snapshot" and not move_log.known.continued
+            if move_log.outcome is None and not (waits and move_log.last_mark is Mark.STREAMED):
                 said, why = await asking.ask(self.node, move_log.begin)
             facts = StoreFacts(
                 mark=move_log.last_mark,
@@ -152,6 +153,8 @@ class SourceSettling(Steps):
                 interrupted=moving.interrupted,
                 lease_expired=moving.lease_expired,
                 coordinator=said,
+                snapshot=move_log.begin.kind == "snapshot",
+                continued=move_log.known.continued,
             )
             decision, reason = job_rules.store_next(facts)
             moving.waiting_for = f"{reason}: {why}" if why else reason
@@ -165,6 +168,10 @@ class SourceSettling(Steps):
                     await self.record(moving, Outcome.COMMIT, why or reason, "coordinator")
                 case StoreDecision.THAW:
                     await self.departure.thaw(moving)
+                case StoreDecision.CONTINUE:
+                    await self.departure.go_on(moving)
+                case StoreDecision.KEEP:
+                    await self.departure.keep(moving)
                 case StoreDecision.RELEASE:
                     await self.departure.release(moving)
                     if move_log.last_mark is not Mark.SETTLED:
@@ -252,7 +259,10 @@ class SourceSettling(Steps):
         if move_log.ended_unix_s:
             return Part.DONE
         outcome = move_log.outcome.outcome if move_log.outcome is not None else None
-        exists = suspended.copy_exists(move_log, self.departure.own_entry(move_log))
+        if move_log.begin.kind == "snapshot":
+            exists = self.node.store.sealed(move_log.move)
+        else:
+            exists = suspended.copy_exists(move_log, self.departure.own_entry(move_log))
         return job_rules.store_answer(move_log.last_mark, outcome, copy_exists=exists)
 
     def outcome_of(self, moving: Moving) -> pb.Outcome:

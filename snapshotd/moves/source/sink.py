@@ -57,14 +57,15 @@ class StoreSink:
 
     def __init__(self, node: Node, move_log: MoveLog, facts: pb.RankFacts) -> None:
         self.node, self.log, self.facts = node, move_log, facts
+        self.store = node.store_of(move_log.begin)
 
     @asynccontextmanager
     async def streams(self) -> AsyncIterator[Sequence[Stream]]:
-        yield [LocalStream(self.node.suspended, self.log.move) for _ in range(self.node.config.streams)]
+        yield [LocalStream(self.store, self.log.move) for _ in range(self.node.config.streams)]
 
     async def seal(self, files: Sequence[pb.ImageFile]) -> Sequence[str]:
         with span("seal"):
-            damaged = await in_thread(self.node.suspended.seal, self.log.move, files)
+            damaged = await in_thread(self.store.seal, self.log.move, files)
         if not damaged:
-            await in_thread(stored.describe, self.node.suspended.path(self.log.move), self.log, self.facts)
+            await in_thread(stored.describe, self.store.path(self.log.move), self.log, self.facts)
         return damaged

@@ -109,6 +109,8 @@ class SourceSteps(SourceSettling):
             raise Usage("a move begins with the target's nonce and a lease of 1 to 3600 s")
         if suspends:
             check_move_id(request.coordinator.record)
+        if request.snapshot and entry.incarnation != request.incarnation:
+            raise WrongState(f"rank {entry.rank} is of another incarnation of its job now", where=Where.SOURCE_RUNNING)
         await reach(Point.BEFORE_BEGIN)
         config = self.node.config
         begin = Begin(
@@ -129,6 +131,7 @@ class SourceSteps(SourceSettling):
             coordinator=request.coordinator.record,
             coordinator_node=request.coordinator.node,
             coordinator_endpoint=request.coordinator.endpoint,
+            kind="snapshot" if suspends and request.snapshot else "",
         )
         entry.moving = request.move
         self.departure.begins(entry.uid)
@@ -152,7 +155,7 @@ class SourceSteps(SourceSettling):
         moving.facts, moving.scope = looked.facts, looked.scope
         if suspends:
             needed_bytes = moving.facts.memory_bytes + moving.facts.carried_bytes
-            await in_thread(self.node.suspended.create, request.move, needed_bytes)
+            await in_thread(self.node.store_of(begin).create, request.move, needed_bytes)
         await reach(Point.BEGIN)
         return pb.BeginReply()
 
@@ -225,6 +228,9 @@ class SourceSteps(SourceSettling):
             raise WrongState(f"move {move} was aborted while it was streamed", where=where_of(moving.log)) from None
         except Refused as error:
             raise late(error) from error
+        if moving.log.begin.kind == "snapshot":  # the rank goes on now
+            async with self.ending(moving, "settle"):
+                await self.settle_once(moving)
         yield dump.progress()
 
     async def renew(self, move: str) -> pb.RenewReply:

@@ -267,15 +267,23 @@ class Restore:
             started_unix_s=image.started_unix_s,
             moves=image.moves + 1,
             restored_by=begin.move,
+            incarnation=begin.coordinator or image.incarnation,
+            coordinator_node=begin.coordinator_node or image.coordinator_node,
+            coordinator_endpoint=begin.coordinator_endpoint or image.coordinator_endpoint,
+            tethered=self.log.record.tethered if begin.coordinator else image.tethered,
         )
-        relay_keys.take_over(entry, image.relay_keys or [image.relay_key])
+        keys = image.relay_keys or [image.relay_key]
+        if ended := self.log.record.ended_before:  # the home node may have seen newer keys than the image has
+            keys = [relay_keys.after_end(image.relay_key, ended), *keys]
+        relay_keys.take_over(entry, keys)
         rewires, nodes = self._connections(image)
+        came_from = self.log.record.from_node or begin.source_node  # another node may have sent its image
         entry.nodes = [node.to_list() for node in nodes]
         entry.former = moved_listeners(
             image.former,
             rewires,
-            Places.of([node.to_proto() for node in nodes], begin.source_node, begin.target_node),
-            leaves_home=begin.source_node == entry.home_node,
+            Places.of([node.to_proto() for node in nodes], came_from, begin.target_node),
+            leaves_home=came_from == entry.home_node,
             comes_home=begin.target_node == entry.home_node,
         )
         entry.moving = begin.move

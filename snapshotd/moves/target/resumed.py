@@ -41,8 +41,9 @@ def must_be_first(moves: Iterable[Moving], rank_uid: str) -> None:
             raise Busy(f"move {older.log.move} of this rank to here is not cleaned up yet", where=Where.SUSPENDED)
 
 
-async def check_coordinator(node: Node, coordinator: pb.Coordinator) -> None:
-    """Raises Unreachable if the coordinator does not answer: this node could not learn how the resumption ends."""
+async def check_coordinator(node: Node, coordinator: pb.Coordinator) -> pb.Outcome:
+    """What the coordinator says about its record, which is open. Raises Unreachable if it does not answer: this node could
+    not learn how the resumption ends."""
     try:
         async with node.client(coordinator.node, coordinator.endpoint) as client:
             found = await client.job.GetOutcome(pb.MoveRequest(move=coordinator.record), timeout_s=ASK_S)
@@ -54,3 +55,4 @@ async def check_coordinator(node: Node, coordinator: pb.Coordinator) -> None:
         ) from error
     if found.kind != pb.UNDECIDED:
         raise WrongState(f"{coordinator.record} has ended: {found.reason}", where=Where.SUSPENDED)
+    return found

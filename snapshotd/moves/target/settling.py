@@ -23,6 +23,7 @@ from snapshotd.moves.peers import connections
 from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.rules import Mark, Outcome, TargetDecision, TargetFacts
 from snapshotd.moves.steps import Steps, settle_loop
+from snapshotd.moves.target import copies
 from snapshotd.moves.target.device_channels import DeviceChannels
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.spare_children import start_spares_later
@@ -69,6 +70,12 @@ class TargetSettling(Steps):
                 log.error("move %s is not cleaned up yet: %s", move_log.move, error)
 
     async def _adopt(self, move_log: MoveLog) -> None:
+        if move_log.begin.kind == "copy":
+            if not move_log.ended_unix_s:
+                self.track(
+                    move_log, driver_first_s=0.0
+                ).failure = "this daemon was restarted in the middle of this move"
+            return
         if move_log.last_mark is Mark.ACTIVATED:
             await in_thread(self.node.store.drop, move_log.move)
             await in_thread(connections.let_go, move_log)  # before `Adoption.sweep` wakes what was not woken
@@ -93,6 +100,9 @@ class TargetSettling(Steps):
 
     async def settle_once(self, moving: Moving) -> None:
         """Carries out decisions of the rules. The caller holds the move's lock."""
+        if moving.log.begin.kind == "copy":
+            await copies.settle(self.node, self.bulk_receivers, moving)
+            return
         for _ in range(3):
             decision, moving.waiting_for = rules.target_next(facts_of(moving.log))
             match decision:
@@ -110,10 +120,7 @@ class TargetSettling(Steps):
                         await in_thread(connections.let_go, moving.log)  # its connections end with it
                         await self._forget_images(moving.log.move)
                     elif moving.log.last_mark is not Mark.DISCARDED:
-                        entry = self.node.ranks.get(moving.log.begin.rank_uid, "guest")
-                        if moving.log.begin.coordinator and entry is not None:  # no other copy of the rank goes on
-                            await self.node.lost(entry)
-                        await self._discard(moving)
+                        await self._discard(moving)  # a resumption is then taken back by its coordinator
                     moving.done = True
                     return
 
@@ -199,6 +206,11 @@ class TargetSettling(Steps):
             await self._forget_images(move_log.move)
             moving.done = True
             return
+        if await in_thread(self.node.ranks.has_ended, entry):
+            await self.node.lost(entry)
+            await self._forget_images(move_log.move)
+            moving.done = True
+            return
         await wake(move_log)
         entry.moving = ""
         self.forwarding.publish(entry, left=move_log.begin.source_node)
@@ -234,7 +246,7 @@ class TargetSettling(Steps):
 
     def recall(self, move_log: MoveLog) -> Moving:
         # A copy that was not woken before a restart is woken, and followed, by `Adoption.sweep`.
-        return Moving(move_log, done=move_log.last_mark in {Mark.ACTIVATED, Mark.DISCARDED})
+        return Moving(move_log, done=bool(move_log.ended_unix_s))
 
 
 def facts_of(move_log: MoveLog) -> TargetFacts:

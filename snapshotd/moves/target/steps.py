@@ -30,7 +30,7 @@ from snapshotd.cuda import pairing
 from snapshotd.files.as_user import spares
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.keepers.relay import Relays
-from snapshotd.moves import rules
+from snapshotd.moves import job_rules, rules
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
@@ -39,13 +39,13 @@ from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import CopyState, Mark, Outcome
 from snapshotd.moves.steps import must_be_at, step
-from snapshotd.moves.target import gpus, resumed, short_of_memory
+from snapshotd.moves.target import copies, gpus, resumed, short_of_memory
+from snapshotd.moves.target.identity import identity_of
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.settling import TargetSettling, facts_of
 from snapshotd.moves.target.source_signature import SourceSignatures
 from snapshotd.moves.target.spare_children import start_keeper, start_spares
 from snapshotd.proc import host
-from snapshotd.proc.credentials import Identity
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -92,7 +92,11 @@ class TargetSteps(TargetSettling):
             return _prepared(known.log)
         facts, config = request.facts, self.node.config
         check_rank_uid(facts.rank.uid)
-        identity = _identity(facts)
+        if request.keep:
+            move_log = await copies.prepare(self.node, self._signatures, request)
+            self.track(move_log)
+            return _prepared(move_log)
+        identity = identity_of(facts)
         resumes = request.HasField("coordinator")
         if facts.source_node == config.node and not resumes:
             raise Usage("a rank cannot be moved to the node it is on")
@@ -105,13 +109,15 @@ class TargetSteps(TargetSettling):
             same = (older.begin.rank_uid, older.begin.role) == (facts.rank.uid, "source")
             if same and older.last_mark is not Mark.SETTLED:
                 raise Busy(f"move {older.move} of this rank away from here is not cleaned up yet")
+        said = pb.Outcome()
         with span("meet source"):
             if resumes:
                 resumed.must_be_first(self.moves.values(), facts.rank.uid)
-                await resumed.check_coordinator(self.node, request.coordinator)
+                said = await resumed.check_coordinator(self.node, request.coordinator)
             else:
                 await self._check_source(facts.source_node, request)
-            await self._signatures.meet(facts.source_node, request.source_endpoint)
+            sender = request.image_node if resumes and request.image_node else facts.source_node
+            await self._signatures.meet(sender, request.source_endpoint)
         await reach(Point.BEFORE_PREPARE)
         async with self._choosing:  # two moves that begin at the same time get different GPUs
             pairs = await gpus.choose(self.node, request)
@@ -123,7 +129,7 @@ class TargetSteps(TargetSettling):
                 rank_uid=facts.rank.uid,
                 job=facts.rank.job,
                 rank=facts.rank.rank,
-                source_node=facts.source_node,
+                source_node=sender,
                 source_endpoint=request.source_endpoint,
                 target_node=config.node,
                 target_endpoint=config.advertise,
@@ -147,6 +153,9 @@ class TargetSteps(TargetSettling):
                 identity=identity,
                 rewires=rewires,
                 nodes=nodes,
+                from_node=facts.source_node,
+                ended_before=said.ended,
+                tethered=said.tethered,
             )
         self.track(move_log)
         with span("start spares"):
@@ -257,7 +266,7 @@ class TargetSteps(TargetSettling):
         if moving.log.begin.coordinator:
             async with self.ending(moving, "activate"):
                 await self.settle_once(moving)
-                return pb.ActivateReply(running=moving.log.last_mark is Mark.ACTIVATED)
+                return pb.ActivateReply(running=moving.log.last_mark in {Mark.ACTIVATED, Mark.SETTLED})
         if not rules.proves(token, moving.log.nonce, "COMMIT", move):
             raise Denied(
                 f"that is not the source's COMMIT token for move {move}",
@@ -310,6 +319,9 @@ class TargetSteps(TargetSettling):
         found = self.journal.find(move)
         if found is None or found.begin.role != "target":
             return pb.Copy(state=pb.Copy.NO_SUCH_MOVE)
+        if found.begin.kind == "copy":
+            kept = job_rules.copy_state(found.last_mark, whole=self.node.store.sealed(move))
+            return pb.Copy(state=pb.Copy.State.Value(kept.name))
         state = rules.target_answer(facts_of(found))
         if state is CopyState.GONE:  # final only if no step is just about to mark it ACTIVATED
             async with self.moving(move).lock:
@@ -375,17 +387,6 @@ class TargetSteps(TargetSettling):
         super().must_be_open(moving)
         if moving.failure:
             raise WrongState(f"move {moving.log.move} cannot go on: {moving.failure}", where=Where.SOURCE_FROZEN)
-
-
-def _identity(facts: pb.RankFacts) -> Identity:
-    """With which user and groups the rank runs. It has no default: proto3 would read a missing number as root's."""
-    identity = Identity.of_proto(facts.identity)
-    if not facts.HasField("identity") or not identity.is_valid():
-        raise Usage(
-            "the source does not say with which user and groups the rank runs",
-            remedy="upgrade the daemon of the source and `migrator`, then retry",
-        )
-    return identity
 
 
 def _prepared(move_log: MoveLog) -> pb.PrepareReply:

@@ -1,0 +1,72 @@
+"""Whole jobs are snapshotted while they run, and rolled back to their last snapshot after a rank's node was lost: every loss
+that the job prints is that of an undisturbed run, and it prints each once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from integration.harness import Cluster, until
+from integration.torch_jobs import TorchLab, at_rest
+
+pytestmark = [pytest.mark.root, pytest.mark.slow]
+
+ONE, TWO, SPARE = "node-1", "node-2", "spare-1"
+
+
+@pytest.fixture
+def torch_lab(plain_lab: Cluster) -> Iterator[TorchLab]:
+    with at_rest(plain_lab) as lab:
+        yield lab
+
+
+def _job(nodes: Cluster, *arguments: str, expect: int = 0) -> dict[str, Any]:
+    done = nodes.migrator("job", *arguments, "--json")
+    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{nodes.logs()}"
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def _snapshots(nodes: Cluster, job: str) -> list[dict[str, Any]]:
+    """The snapshots that count."""
+    listed = _job(nodes, "list", "--all")["jobs"]
+    return [one for one in listed if (one["job"], one["kind"], one["state"]) == (job, "snapshot", "snapshot")]
+
+
+@pytest.mark.timeout(900)
+def test_ddp_job_is_rolled_back_onto_another_node_after_its_node_was_lost(torch_lab: TorchLab) -> None:
+    nodes = torch_lab.cluster
+    job = torch_lab.plain("ddp.py", "--pace-s", "0.05", "--until", "{end}", nodes=(ONE, TWO), name="rolled")
+    job.await_steps(5)
+
+    first = _job(nodes, "snapshot", job.name)
+    assert [(rank["rank"], rank["node"], rank["copy"]) for rank in first["ranks"]] == [(0, ONE, TWO), (1, TWO, ONE)]
+    job.await_progress(3)
+    _job(nodes, "rollback", job.name)  # of a job that is well: its processes end, and it goes on from the images
+    assert len(nodes.processes_of(str(job.end))) == 2
+    job.await_progress(3)
+    assert all(agent.process.poll() is None for agent in job.agents), "the launchers notice nothing"
+
+    nodes.move(job.agents[0], SPARE, rank=1)
+    second = _job(nodes, "snapshot", job.name)
+    until(
+        "the second snapshot to replace the first",
+        lambda: [one["record"] for one in _snapshots(nodes, job.name)] == [second["record"]],
+    )
+    job.await_progress(3)
+    nodes.lab.crash(SPARE)
+    answer = _job(nodes, "rollback", job.name, "--lost", SPARE)
+    assert {rank["rank"]: rank["node"] for rank in answer["ranks"]} == {0: ONE, 1: TWO}
+    job.await_progress(3)
+    nodes.lab.boot(SPARE)
+    assert job.where() == {0: ONE, 1: TWO}
+    assert len(nodes.processes_of(str(job.end))) == 2
+
+    job.end.touch()
+    job.assert_whole()
+    torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
+    until("the snapshot to be removed with its job", lambda: _snapshots(nodes, job.name) == [])
+    until("nothing to be left", lambda: not nodes.leftovers())

@@ -1,0 +1,182 @@
+"""Rolls a job back to its last snapshot: has its incarnation ended everywhere, then resumes it from the images.
+
+Both parts can be repeated. Once the coordinator has recorded the rollback, the job is suspended, with its snapshot as images:
+whatever fails afterwards, `migrator job rollback` or `migrator job resume` tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from migrator.cluster import Cluster
+from migrator.driver.peers import node_addresses, node_infos
+from migrator.find_rank import find_node
+from migrator.job_protocol import JobVerdict
+from migrator.job_results import JobOptions, JobResult
+from migrator.jobs.finding import JobEntry, all_jobs, mine_of
+from migrator.jobs.resume import Resumption
+from migrator.jobs.walk import drive, each, new_id
+from migrator.results import Event
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import NotFound, OutcomeUnknown, Refused, SnapshotError, Unreachable, Where
+
+ASK_S = 10.0
+#: How long the nodes have to end the incarnation. One that is cut off counts after half a minute.
+FENCE_S = 120.0
+
+
+async def rollback(cluster: Cluster, options: JobOptions, on_event: Callable[[Event], None]) -> JobResult:
+    """Rolls back a job. Raises only while nothing was decided; every later failure is in the result."""
+    began = time.monotonic()
+    for node in options.lost:
+        find_node(cluster, node)
+    found, _ = await all_jobs(cluster)
+    mine = mine_of(found, options.job, options.user_id)
+    waiting = [entry for entry in mine if entry.record.kind == "rollback" and entry.suspended]
+    if waiting:
+        decided, on = waiting[0], await _targets_again(cluster, waiting[0], options)
+        if options.lost:
+            request = pb.RollbackRequest(record=decided.record.record, lost_nodes=sorted(options.lost))
+            async with cluster.client(decided.node) as client:
+                await client.job.Rollback(request, timeout_s=60)
+    else:
+        decided, on = await _decide(cluster, mine, options)
+    await _fenced(cluster, decided)
+    resumed = await drive(Resumption(cluster, replace(options, on=on), decided.node, decided.record, on_event))
+    if resumed.outcome is not JobVerdict.RESUMED:
+        return resumed
+    return replace(resumed, outcome=JobVerdict.ROLLED_BACK, state="", seconds=time.monotonic() - began)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node that has the image of a rank."""
+
+    node: str
+    facts: pb.RankFacts
+
+
+async def _decide(cluster: Cluster, mine: Sequence[JobEntry], options: JobOptions) -> tuple[JobEntry, dict[int, str]]:
+    """Has the coordinator decide the rollback. Returns its record, and the target of each rank."""
+    snapshots = [entry for entry in mine if entry.is_snapshot]
+    if not snapshots:
+        raise NotFound(
+            f"no node that answers keeps a snapshot of job {options.job}",
+            remedy="`migrator job list` shows the snapshots; the node that keeps the record may not answer",
+        )
+    entry = snapshots[0]
+    infos = await node_infos(cluster)
+    usable = [node for node in cluster.nodes if node in infos and node not in options.lost]
+    places = await _places(cluster, entry.record, usable)
+    on = targets(entry.record, places, usable, options.on, cluster.labels)
+    await _examine(cluster, entry.record, places, on)
+    request = pb.RollbackRequest(
+        record=new_id(),
+        snapshot=entry.record.record,
+        nodes=await node_addresses(cluster, infos),
+        lost_nodes=sorted(options.lost),
+        reason=options.reason,
+    )
+    async with cluster.client(entry.node) as client:
+        await client.job.Rollback(request, timeout_s=60)
+        listed = await client.job.List(pb.ListJobsRequest(), timeout_s=ASK_S)
+    record = next(one for one in listed.jobs if one.record == request.record)
+    return JobEntry(entry.node, record), on
+
+
+async def _places(cluster: Cluster, record: pb.JobRecord, usable: Sequence[str]) -> dict[int, Place]:
+    """Where the image of each rank is: on its own node, or on its buddy. Raises NotFound if one is nowhere."""
+    found: dict[int, Place] = {}
+
+    async def ask(part: pb.Participant) -> None:
+        for image, node in ((part.move, part.node), (part.copy, part.copy_node)):
+            if node in usable:
+                with contextlib.suppress(SnapshotError):
+                    async with cluster.client(node) as client:
+                        stored = await client.source.GetImage(pb.MoveRequest(move=image), timeout_s=ASK_S)
+                    found[part.rank] = Place(node, stored.facts)
+                    return
+
+    await each(record.participants, ask)
+    if missing := [part for part in record.participants if part.rank not in found]:
+        part = missing[0]
+        raise NotFound(
+            f"the image of rank {part.rank} is neither on {part.node} nor on {part.copy_node}, its buddy",
+            remedy="if one of these nodes is only down, start it and retry; otherwise the job cannot be rolled back",
+        )
+    return found
+
+
+def targets(
+    record: pb.JobRecord,
+    places: Mapping[int, Place],
+    usable: Sequence[str],
+    on: Mapping[int, str],
+    labels: Mapping[str, Mapping[str, str]],
+) -> dict[int, str]:
+    """The node of each rank: the one that --on names, else its own, else a spare, else the one that has its image."""
+    taken = {part.node for part in record.participants}
+    spares = [node for node in usable if node not in taken]
+    spares.sort(key=lambda node: labels.get(node, {}).get("spare", "") != "dedicated")
+    chosen = {}
+    for part in record.participants:
+        if part.rank in on:
+            chosen[part.rank] = on[part.rank]
+        elif part.node in usable:
+            chosen[part.rank] = part.node
+        else:
+            chosen[part.rank] = spares.pop(0) if spares else places[part.rank].node
+    return chosen
+
+
+async def _examine(cluster: Cluster, record: pb.JobRecord, places: Mapping[int, Place], on: Mapping[int, str]) -> None:
+    """Raises Refused, before anything is ended, if a target cannot take its rank."""
+    refused: list[str] = []
+
+    async def ask(part: pb.Participant) -> None:
+        facts, target = places[part.rank].facts, on[part.rank]
+        async with cluster.client(target) as client:
+            reply = await client.target.Examine(pb.ExamineRequest(facts=facts), timeout_s=60)
+        stays = target == facts.source_node
+        refused.extend(
+            f"  rank {part.rank} on {target}: {check.name}: {check.reason}\n    {check.remedy}"
+            for check in reply.checks
+            if check.verdict == pb.Check.REFUSE and not (stays and check.name == "target-node")
+        )
+
+    await each(record.participants, ask)
+    if refused:
+        raise Refused(f"job {record.job} cannot be rolled back:\n" + "\n".join(refused), where=Where.UNTOUCHED)
+
+
+async def _targets_again(cluster: Cluster, entry: JobEntry, options: JobOptions) -> dict[int, str]:
+    """A rollback that was decided before is resumed: on the nodes that answer."""
+    infos = await node_infos(cluster)
+    usable = [node for node in cluster.nodes if node in infos and node not in options.lost]
+    places = await _places(cluster, entry.record, usable)
+    return targets(entry.record, places, usable, options.on, cluster.labels)
+
+
+async def _fenced(cluster: Cluster, entry: JobEntry) -> None:
+    """Waits until no process of the former incarnation runs."""
+    ends, waiting = time.monotonic() + FENCE_S, ""
+    while time.monotonic() < ends:
+        with contextlib.suppress(SnapshotError):
+            async with cluster.client(entry.node) as client:
+                listed = await client.job.List(pb.ListJobsRequest(), timeout_s=ASK_S)
+            record = next((one for one in listed.jobs if one.record == entry.record.record), None)
+            if record is None:
+                raise Unreachable(f"{entry.node} has lost the record of the rollback", where=Where.SUSPENDED)
+            if record.ended_unix_s:
+                return
+            waiting = record.waiting_for
+        await asyncio.sleep(0.1)
+    raise OutcomeUnknown(
+        f"the rollback of job {entry.record.job} is decided, and waits: {waiting}",
+        remedy="start the daemon of that node, or declare the node dead: `migrator job rollback --lost NODE`; then repeat it",
+        where=Where.SUSPENDED,
+    )

@@ -1,0 +1,118 @@
+"""The steps of a snapshot: those of a suspension, except that the ranks go on, and that their buddies get copies."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from migrator.cluster import Cluster
+from migrator.find_rank import Found
+from migrator.job_protocol import SNAPSHOT, UNDO_SNAPSHOT, JobVerdict
+from migrator.job_results import JobOptions, RankPlace
+from migrator.jobs.buddies import choose
+from migrator.jobs.suspend import Suspension
+from migrator.jobs.walk import each, new_id
+from migrator.results import Event
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import SnapshotError, Undone
+
+
+class Snapshot(Suspension):
+    table, undo, success = SNAPSHOT, UNDO_SNAPSHOT, JobVerdict.SNAPSHOTTED
+    untouched = "running, as before; an earlier snapshot is kept"
+    takes_snapshot = True
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        options: JobOptions,
+        found: Sequence[Found],
+        coordinator: str,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """`coordinator`: the node that keeps the job's last snapshot; empty: it has none."""
+        super().__init__(cluster, options, found, on_event)
+        self.coordinator = coordinator or self.coordinator
+        self.incarnations = [one.rank.incarnation for one in found]
+        self.facts: dict[str, pb.RankFacts] = {}  # by rank uid
+        self.nonces: dict[str, bytes] = {}  # by move
+        self.frozen_s = 0.0
+
+    @property
+    def steps(self) -> dict[str, Callable[[float], Awaitable[None]]]:
+        return {
+            **super().steps,
+            "Target.Prepare": self.prepare,
+            "Source.Send": self.send,
+            "Target.Activate": self.keep,
+            "Target.Discard": self.discard,
+        }
+
+    def places(self) -> list[RankPlace]:
+        return [RankPlace(part.rank, part.rank_uid, part.node, copy=part.copy_node) for part in self.participants]
+
+    def inspected(self, part: pb.Participant, reply: pb.InspectReply) -> None:
+        self.facts[part.rank_uid] = reply.facts
+
+    async def inspect(self, timeout_s: float) -> None:
+        await super().inspect(timeout_s)
+        chosen = choose([part.node for part in self.participants], sorted(self.answering), self.cluster.labels)
+        for part, buddy, incarnation in zip(self.participants, chosen, self.incarnations, strict=True):
+            part.copy, part.copy_node, part.copy_endpoint = new_id(), buddy, self.cluster.nodes[buddy]
+            part.incarnation = incarnation
+
+    async def prepare(self, timeout_s: float) -> None:
+        """Room on the buddies is reserved while the job runs: if there is none, nothing is paused."""
+
+        async def ask(part: pb.Participant) -> None:
+            request = pb.PrepareRequest(
+                move=part.copy,
+                facts=self.facts[part.rank_uid],
+                source_endpoint=part.endpoint,
+                coordinator=self.coordinates,
+                keep=True,
+            )
+            reply = await (await self.client(part.copy_node)).target.Prepare(request, timeout_s=timeout_s)
+            self.nonces[part.copy] = reply.nonce
+
+        await each(self.participants, ask)
+
+    async def freeze(self, timeout_s: float) -> None:
+        self.frozen_s = time.monotonic()
+        await super().freeze(timeout_s)
+
+    async def store(self, timeout_s: float) -> None:
+        await super().store(timeout_s)
+        self.pause_s = time.monotonic() - self.frozen_s
+
+    async def send(self, timeout_s: float) -> None:
+        async def ask(part: pb.Participant) -> None:
+            request = pb.SendRequest(
+                image=part.move,
+                move=part.copy,
+                target_node=part.copy_node,
+                target_endpoint=part.copy_endpoint,
+                nonce=self.nonces[part.copy],
+            )
+            async for progress in (await self.client(part.node)).source.Send(request, timeout_s=timeout_s):
+                self.sent("copy", part.copy, progress)
+
+        await each(self.participants, ask)
+
+    async def keep(self, timeout_s: float) -> None:
+        async def ask(part: pb.Participant) -> None:
+            client = await self.client(part.copy_node)
+            reply = await client.target.Activate(pb.TokenRequest(move=part.copy), timeout_s=timeout_s, retry=True)
+            if not reply.running:
+                raise Undone(f"the copy of rank {part.rank} on {part.copy_node} is not kept yet")
+
+        await each(self.participants, ask)
+
+    async def discard(self, timeout_s: float) -> None:
+        async def ask(part: pb.Participant) -> None:
+            with contextlib.suppress(SnapshotError):  # a daemon that does not answer now asks the coordinator later
+                client = await self.client(part.copy_node)
+                await client.target.Discard(pb.TokenRequest(move=part.copy), timeout_s=timeout_s)
+
+        await each(self.participants, ask)

@@ -1,0 +1,85 @@
+"""Ends the processes of one incarnation of a job on this node, because its coordinator has decided that it is over.
+
+Invariant: that the incarnation has ended is on the disk before its first process is ended, so a restarted daemon continues,
+and no copy of it that is on its way here ever runs. A home keeper is told that its rank is away before the rank is ended:
+the launcher does not see the end, and the rank comes back with the next incarnation. Only the coordinator of a rank counts.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import SnapshotError
+from snapshotd.keepers.ranks import RankEntry, check_rank_uid
+from snapshotd.moves.journal import check_move_id
+from snapshotd.moves.node import Node
+from snapshotd.moves.peers import connections
+from snapshotd.moves.steps import step
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.faults import Point, reach
+
+log = logging.getLogger(__name__)
+
+KILL_S = 20.0
+
+
+class Endings:
+    """One instance per daemon."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    @step
+    async def end(self, request: pb.EndRanksRequest, caller: str) -> pb.EndRanksReply:
+        """Ends these ranks, if they are here and of this incarnation. Idempotent."""
+        check_move_id(request.record)
+        if request.incarnation:
+            check_move_id(request.incarnation)
+        await reach(Point.BEFORE_END_RANKS)
+        for uid in request.rank_uids:
+            await in_thread(self.node.ranks.end, check_rank_uid(uid), request.incarnation, caller)
+            home = self.node.ranks.get(uid, "home")
+            if home is not None and home.coordinator_node in {"", caller} and home.ended_by != request.record:
+                home.ended_by = request.record  # it comes back with a key made from this
+                await in_thread(self.node.ranks.update, home)
+        asked = [entry for entry in self._ended_ones() if entry.uid in request.rank_uids]
+        waiting = [f"rank {entry.rank}: {why}" for entry in asked if (why := await self.end_one(entry, request.record))]
+        await reach(Point.END_RANKS)
+        return pb.EndRanksReply(waiting_for=waiting)
+
+    async def sweep(self) -> None:
+        """At start: continues what a crash interrupted. Home keepers reconnect later; then the coordinator asks again."""
+        for entry in self._ended_ones():
+            try:
+                await self.end_one(entry, "after a restart")
+            except (SnapshotError, OSError) as error:
+                log.error("rank %s of an incarnation that has ended could not be ended yet: %s", entry.uid, error)
+
+    def _ended_ones(self) -> list[RankEntry]:
+        """The copies here whose incarnation is over."""
+        return [one for one in self.node.ranks.all() if not one.away_node and self.node.ranks.has_ended(one)]
+
+    async def end_one(self, entry: RankEntry, record: str) -> str:
+        """Ends one rank, whose end is recorded. Returns why it could not be ended yet."""
+        group = entry.group
+        known = self.node.journal.find(entry.moving) if entry.moving else None
+        if known is not None and known.begin.role == "target" and not known.ended_unix_s:
+            return "a held copy waits for the outcome of its move"
+        if entry.role == "home" and entry.keeper_alive():
+            if entry.link is None:
+                return "its keeper has not reconnected yet"
+            if group.exists():
+                await in_thread(group.freeze, KILL_S)  # it must not see its pipes closed
+            await entry.link.away(record, self.node.config.node)
+            entry.away_node = self.node.config.node
+            await in_thread(self.node.ranks.put, entry)
+        await in_thread(connections.silence, group.pids())
+        if entry.role == "guest" and entry.keeper_pid:
+            # PID 1 of the rank's pid namespace. First: it would report the end of the rank to the home keeper.
+            entry.keeper.signal(9)
+        await in_thread(group.kill, KILL_S)
+        if entry.role == "guest":
+            await self.node.lost(entry)
+        log.warning("ended rank %s: its incarnation is over (%s)", entry.uid, record)
+        return ""

@@ -1,0 +1,126 @@
+"""What a coordinator's journal says about a job: its suspension, its snapshots, its incarnation.
+
+All of it is blocking: the records of moves that have ended are read from the disk.
+
+Invariant: of each job that was snapshotted, the newest complete snapshot is kept until a newer one is complete on all nodes,
+or the job has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from snapshotd.moves.journal import Journal, MoveLog
+from snapshotd.moves.record import Begin
+from snapshotd.moves.record_parts import JobPart
+
+
+def current(journal: Journal) -> list[MoveLog]:
+    """All complete snapshots that were not given up, the oldest first."""
+    return [
+        one
+        for one in journal.all()
+        if (one.begin.role, one.begin.kind) == ("job", "snapshot") and one.committed and not one.whole().dropped
+    ]
+
+
+def replaced_by(journal: Journal, newer: MoveLog) -> list[MoveLog]:
+    """The earlier snapshots of the same job."""
+    begin = newer.begin
+    mine = [one for one in current(journal) if one.begin.is_of_job(begin.user_id, begin.job)]
+    return [one for one in mine if one is not newer and one.begin.begun_unix_s <= begin.begun_unix_s]
+
+
+def incarnation(journal: Journal, snapshot: MoveLog) -> str:
+    """The incarnation of the job that runs now: that of the last resumption after a rollback to this snapshot, or the one
+    that was snapshotted."""
+    rollbacks = {
+        one.move
+        for one in journal.all()
+        if (one.begin.role, one.begin.kind) == ("job", "rollback") and one.whole().snapshot == snapshot.move
+    }
+    resumed = [one.move for one in journal.all() if one.begin.role == "job" and _resumes(one, rollbacks)]
+    return resumed[-1] if resumed else snapshot.whole().participants[0].incarnation
+
+
+def rolled_back(journal: Journal, begin: Begin) -> MoveLog | None:
+    """The rollback of this job that was decided, and not followed by a resumption yet."""
+    mine = [one for one in journal.all() if one.begin.role == "job" and one.begin.is_of_job(begin.user_id, begin.job)]
+    for one in mine:
+        decided = one.begin.kind == "rollback" and one.committed and not one.whole().dropped
+        if decided and not any(_resumes(other, {one.move}) for other in mine):
+            return one
+    return None
+
+
+def _resumes(move_log: MoveLog, suspensions: set[str]) -> bool:
+    return move_log.committed and move_log.whole().suspension in suspensions
+
+
+def before(journal: Journal, suspension: str) -> tuple[str, bool]:
+    """For a resumption: the last record by which copies of the job that ran were ended, and whether it follows a rollback."""
+    known = journal.find(suspension) if suspension else None
+    if known is None:
+        return "", False
+    tethered = known.begin.kind == "rollback"
+    ended = [known.move] if tethered else []
+    for one in journal.all():
+        record = one.whole() if one.begin.role == "job" and one.aborted else None
+        if record is not None and record.taken_back and record.suspension == suspension:
+            ended.append(one.move)
+    return (ended[-1] if ended else ""), tethered
+
+
+def images_of(part: JobPart) -> Iterator[tuple[str, str, str]]:
+    """(image, node, endpoint) of all places that have the image of a rank."""
+    yield part.move, part.node, part.endpoint
+    if part.copy:
+        yield part.copy, part.copy_node, part.copy_endpoint
+
+
+def copy_of(part: JobPart) -> JobPart:
+    """The buddy, as a participant."""
+    return msgspec.structs.replace(part, move=part.copy, node=part.copy_node, endpoint=part.copy_endpoint)
+
+
+def resumed_by(journal: Journal, suspension: MoveLog) -> MoveLog | None:
+    """The record that resumed a suspended job. Blocking."""
+    for other in journal.all():
+        if other.begin.role == "job" and other.committed and other.whole().suspension == suspension.move:
+            return other
+    return None
+
+
+def ended_by(journal: Journal, suspension: MoveLog) -> str:
+    """The record that resumed a suspended job, or why an operator gave it up; empty while it is suspended. Blocking."""
+    if dropped := suspension.whole().dropped:
+        return f"dropped: {dropped}"
+    by = resumed_by(journal, suspension)
+    return by.move if by is not None else ""
+
+
+def is_needed(journal: Journal, move_log: MoveLog) -> bool:
+    """Whether a record must stay: of a job that is suspended, or the proof that it was resumed. Blocking."""
+    if not move_log.committed:
+        return False
+    if move_log.begin.kind == "snapshot":
+        return not move_log.whole().dropped
+    if suspension := move_log.whole().suspension:
+        return journal.find(suspension) is not None
+    return not ended_by(journal, move_log)
+
+
+def is_given_up(journal: Journal, move_log: MoveLog) -> bool:
+    """Whether an operator has dropped the images of this record's suspension. Blocking."""
+    record = move_log.whole()
+    suspension = journal.find(record.suspension) if record.suspension else None
+    return bool(record.dropped or (suspension is not None and suspension.whole().dropped))
+
+
+def drops_images(journal: Journal, suspension: str) -> bool:
+    """Whether the images of a suspension are of no use once the job runs again. Those of a snapshot stay after a rollback: the
+    job is protected by them until it has a newer one."""
+    known = journal.find(suspension) if suspension else None
+    return known is None or known.begin.kind != "rollback"

@@ -1,0 +1,193 @@
+"""Rolls a job back: ends its incarnation on all nodes, after which the images of its last snapshot are the job.
+
+Invariant: the record of a rollback has the outcome COMMIT from its beginning, and that decides: from then on no process of
+the incarnation that it names may run. It is settled when every node has answered that it has none, or cannot have one. Only
+then can the job be resumed, like a suspended one, from the images that the record names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.addresses import split_address
+from snapshotd.api.errors import Busy, NotFound, SnapshotError, Usage, Where, WrongState
+from snapshotd.moves import job_rules
+from snapshotd.moves.job_rules import Ended, JobDecision
+from snapshotd.moves.jobs import records
+from snapshotd.moves.journal import MoveLog, check_move_id
+from snapshotd.moves.moving import Moving
+from snapshotd.moves.node import Node
+from snapshotd.moves.record import Begin
+from snapshotd.moves.record_parts import ClusterNode
+from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.proc import host
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.faults import Point, reach
+
+log = logging.getLogger(__name__)
+
+END_S = 30.0
+PROBE_S = 3.0
+ASK_S = 5.0
+
+
+class Rollbacks:
+    """The coordinator's part. One instance per daemon."""
+
+    def __init__(self, node: Node, moves: Mapping[str, Moving]) -> None:
+        """`moves`: the records of this coordinator that have not ended."""
+        self.node, self.journal, self.moves = node, node.journal, moves
+        self._silent_since_s: dict[tuple[str, str], float] = {}  # (record, node) -> CLOCK_BOOTTIME
+
+    async def begin(self, request: pb.RollbackRequest, by: str, deciding: asyncio.Lock) -> MoveLog:
+        """Journals and decides a rollback. Raises, with nothing changed, if it is not possible now."""
+        check_move_id(request.record)
+        if (known := self.journal.find(request.record)) is not None:
+            if known.begin.kind != "rollback":
+                raise Usage(f"{request.record} is not a rollback")
+            if not known.ended_unix_s and (lost := {*known.record.lost_nodes, *request.lost_nodes}):
+                await in_thread(known.mark, known.last_mark, lost_nodes=sorted(lost))
+            return known
+        nodes = [ClusterNode.of(node) for node in request.nodes]
+        async with deciding:
+            snapshot, ends = await in_thread(self._examined, request)
+            whole = await in_thread(snapshot.whole)
+            names = {node.name for node in nodes}
+            nodes += [node for node in whole.nodes if node.name not in names]
+            uids = [part.rank_uid for part in whole.participants]
+            await self._must_be_of(nodes, uids, ends, snapshot)
+            await self._end_snapshots(snapshot)
+            begin, here = snapshot.begin, (self.node.config.node, self.node.config.advertise)
+            move_log = await in_thread(
+                self.journal.begin,
+                Begin(
+                    *(request.record, "job", "", begin.job, 0, *here, *here, "00" * 32, host.boot_id(), time.time()),
+                    lease_s=60,
+                    user_id=begin.user_id,
+                    kind="rollback",
+                ),
+            )
+            await in_thread(
+                move_log.mark,
+                Mark.BEGUN,
+                participants=whole.participants,
+                nodes=nodes,
+                snapshot=snapshot.move,
+                ends=ends,
+                lost_nodes=list(request.lost_nodes),
+            )
+            await reach(Point.BEFORE_ROLLBACK)
+            await in_thread(move_log.decide, Outcome.COMMIT, request.reason or "rolled back", by)
+            await reach(Point.ROLLBACK)
+        return move_log
+
+    def _examined(self, request: pb.RollbackRequest) -> tuple[MoveLog, str]:
+        """The snapshot, and the incarnation that is to end. Raises unless the job may be rolled back to it now."""
+        snapshot = self.journal.find(check_move_id(request.snapshot))
+        if snapshot is None or snapshot not in records.current(self.journal):
+            raise NotFound("this node has no such snapshot", remedy="`migrator job list` shows the snapshots of jobs")
+        begin = snapshot.begin
+        for moving in list(self.moves.values()):
+            other = moving.log
+            if other.begin.is_of_job(begin.user_id, begin.job) and other.begin.kind != "snapshot":
+                raise Busy(f"job {begin.job} is being suspended, resumed or rolled back ({other.move})")
+        if before := records.rolled_back(self.journal, begin):
+            raise WrongState(
+                f"job {begin.job} is rolled back already ({before.move}), and not resumed yet",
+                remedy=f"`migrator job resume {begin.job}` resumes it",
+                where=Where.SUSPENDED,
+            )
+        return snapshot, records.incarnation(self.journal, snapshot)
+
+    async def _must_be_of(
+        self, nodes: Iterable[ClusterNode], uids: Sequence[str], ends: str, snapshot: MoveLog
+    ) -> None:
+        """Raises WrongState if a node has ranks of the job that are of another incarnation: the job was suspended and resumed
+        since the snapshot, and only the coordinator of that resumption could end it."""
+        for node in nodes:
+            try:
+                async with self.node.client(node.name, node.endpoint) as client:
+                    found = await client.node.ListRanks(pb.ListRanksRequest(brief=True), timeout_s=ASK_S)
+            except SnapshotError:
+                continue
+            for rank in found.ranks:
+                if rank.uid in uids and rank.place == pb.Rank.HERE and rank.incarnation != ends:
+                    raise WrongState(
+                        f"job {snapshot.begin.job} was suspended and resumed since its snapshot",
+                        remedy="take a new snapshot with `migrator job snapshot`",
+                        where=Where.UNTOUCHED,
+                    )
+
+    async def _end_snapshots(self, current: MoveLog) -> None:
+        """A snapshot that is being taken cannot be completed any more."""
+        for moving in list(self.moves.values()):
+            begin = moving.log.begin
+            same = begin.is_of_job(current.begin.user_id, current.begin.job) and begin.kind == "snapshot"
+            if same and moving.log.outcome is None:
+                await in_thread(moving.log.decide, Outcome.ABORT, "the job is rolled back", "coordinator")
+                moving.wake()
+
+    async def settle(self, moving: Moving) -> None:
+        """Has the incarnation ended everywhere. The caller holds the record's lock."""
+        move_log, record = moving.log, moving.log.record
+        if move_log.outcome is None:  # a crash before the decision
+            await in_thread(move_log.decide, Outcome.ABORT, "it was never decided", "coordinator")
+            await in_thread(move_log.mark, Mark.SETTLED)
+            return
+        if move_log.last_mark is Mark.SETTLED:
+            return
+        request = pb.EndRanksRequest(
+            record=move_log.move, incarnation=record.ends, rank_uids=[part.rank_uid for part in record.participants]
+        )
+        asked = [node for node in record.nodes if node.name not in record.lost_nodes]
+        found = await asyncio.gather(*(self._ask(node, request) for node in asked))
+        answers = {node.name: answer for node, answer in zip(asked, found, strict=True)}
+        decision, moving.waiting_for = job_rules.rollback_next({name: answer for name, (answer, _) in answers.items()})
+        late = [f"{name}: {why or answer}" for name, (answer, why) in answers.items() if answer not in job_rules.OVER]
+        if late:
+            moving.waiting_for += f": {'; '.join(late[:5])}"
+        if decision is JobDecision.CLOSE:
+            await in_thread(move_log.mark, Mark.SETTLED)
+            await reach(Point.ROLLED_BACK)
+
+    async def _ask(self, node: ClusterNode, request: pb.EndRanksRequest) -> tuple[Ended, str]:
+        """Whether a node has ended the incarnation, and why not."""
+        place = (request.record, node.name)
+        try:
+            async with self.node.client(node.name, node.endpoint) as client:
+                reply = await client.job.EndRanks(request, timeout_s=END_S)
+        except SnapshotError as error:
+            if await answers(node.endpoint):
+                self._silent_since_s.pop(place, None)
+                return Ended.DAEMON_DOWN, error.headline
+            silent_s = host.boottime_s() - self._silent_since_s.setdefault(place, host.boottime_s())
+            return job_rules.silent_node(silent_s), error.headline
+        self._silent_since_s.pop(place, None)
+        return (Ended.NOT_YET, "; ".join(reply.waiting_for[:3])) if reply.waiting_for else (Ended.ENDED, "")
+
+    def may_run(self, incarnation: str, rank_uids: Sequence[str]) -> str:
+        """The record that has ended this incarnation of these ranks; empty: none, they may run. Blocking."""
+        for one in self.journal.all():
+            if (one.begin.role, one.begin.kind) == ("job", "rollback") and one.committed:
+                known = one.whole()
+                uids = {part.rank_uid for part in known.participants}
+                if known.ends == incarnation and uids & set(rank_uids):
+                    return one.move
+        return ""
+
+
+async def answers(endpoint: str) -> bool:
+    """Whether a machine is there, at least to refuse the connection: then its daemon is down, and its ranks may run."""
+    address, port = split_address(endpoint)
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), PROBE_S)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True

@@ -1,0 +1,86 @@
+"""Removes snapshots that are not needed any more: of jobs that have ended, and images that their coordinator has given up.
+
+Invariant: a coordinator gives up the last snapshot of a job only if every node of the cluster answers that it knows no rank
+of the job, and the job is not waiting to be resumed. A node drops an image only if its coordinator says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import NotFound, SnapshotError
+from snapshotd.moves.jobs import records
+from snapshotd.moves.jobs.coordinator import JobSteps
+from snapshotd.moves.jobs.images import StoredImages
+from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.node import Node
+from snapshotd.moves.record_parts import ClusterNode
+from snapshotd.runtime.blocking import in_thread
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 5.0
+ASK_S = 5.0
+
+
+class Watch:
+    """One instance per daemon."""
+
+    def __init__(self, node: Node, jobs: JobSteps, images: StoredImages) -> None:
+        self.node, self.jobs, self.images = node, jobs, images
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="snapshots")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            try:
+                await self.look()
+            except Exception:
+                log.exception("snapshots of jobs that have ended are not removed yet")
+
+    async def look(self) -> None:
+        """Looks once at all snapshots of which this node is the coordinator, and at all images that it keeps."""
+        for snapshot in await in_thread(records.current, self.node.journal):
+            if snapshot.ended_unix_s and await self._has_ended(snapshot):
+                await self.jobs.give_up(snapshot, "the job has ended")
+        for move_log in self.images.of_snapshots():
+            if reason := await self._given_up(move_log):
+                await self.images.drop(move_log.move, reason, move_log.begin.coordinator_node)
+
+    async def _has_ended(self, snapshot: MoveLog) -> bool:
+        if await in_thread(records.rolled_back, self.node.journal, snapshot.begin):
+            return False
+        record = await in_thread(snapshot.whole)
+        uids = {part.rank_uid for part in record.participants}
+        answers = await asyncio.gather(*(self._knows_none_of(node, uids) for node in record.nodes))
+        return all(answers)
+
+    async def _knows_none_of(self, node: ClusterNode, uids: set[str]) -> bool:
+        try:
+            async with self.node.client(node.name, node.endpoint) as client:
+                reply = await client.node.ListRanks(pb.ListRanksRequest(brief=True), timeout_s=ASK_S)
+        except SnapshotError:
+            return False
+        return not any(rank.uid in uids for rank in reply.ranks)
+
+    async def _given_up(self, move_log: MoveLog) -> str:
+        """Why the coordinator of an image does not need it any more; empty: it does, or does not answer."""
+        begin = move_log.begin
+        try:
+            async with self.node.client(begin.coordinator_node, begin.coordinator_endpoint) as client:
+                found = await client.job.GetOutcome(pb.MoveRequest(move=begin.coordinator), timeout_s=ASK_S)
+        except NotFound:
+            return "its coordinator does not know it any more"
+        except SnapshotError:
+            return ""
+        return found.dropped

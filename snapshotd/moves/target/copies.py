@@ -1,0 +1,91 @@
+"""Keeps copies of the images of other nodes' ranks, for the snapshots of their jobs: this node is the buddy of those ranks.
+
+Invariant: see `job_rules.copy_next`. A copy comes like the image of a move, and is sealed like it, but nothing is restored
+from it here. It lies in memory, and is dropped when its coordinator says that it is not needed any more.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Usage
+from snapshotd.moves import job_rules
+from snapshotd.moves.job_rules import Answer, CopyDecision
+from snapshotd.moves.jobs import asking, stored
+from snapshotd.moves.journal import MoveLog, check_move_id
+from snapshotd.moves.moving import Moving
+from snapshotd.moves.node import Node
+from snapshotd.moves.record import Begin
+from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.moves.target import resumed
+from snapshotd.moves.target.source_signature import SourceSignatures
+from snapshotd.proc import host
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.faults import Point, reach
+from snapshotd.transport.image.bulk_receiver import BulkReceivers
+
+
+async def prepare(node: Node, signatures: SourceSignatures, request: pb.PrepareRequest) -> MoveLog:
+    """Reserves room for a copy. Raises Full, with what is needed and what is free."""
+    facts, config = request.facts, node.config
+    check_move_id(request.coordinator.record)
+    if facts.source_node == config.node:
+        raise Usage("the copy of an image is kept on another node than the image")
+    await resumed.check_coordinator(node, request.coordinator)
+    await signatures.meet(facts.source_node, request.source_endpoint)
+    await reach(Point.BEFORE_PREPARE)
+    await in_thread(node.store.create, request.move, facts.memory_bytes + facts.carried_bytes)
+    begin = Begin(
+        move=request.move,
+        role="target",
+        rank_uid=facts.rank.uid,
+        job=facts.rank.job,
+        rank=facts.rank.rank,
+        source_node=facts.source_node,
+        source_endpoint=request.source_endpoint,
+        target_node=config.node,
+        target_endpoint=config.advertise,
+        nonce=secrets.token_hex(32),
+        boot_id=host.boot_id(),
+        begun_unix_s=time.time(),
+        user_id=facts.rank.user_id,
+        coordinator=request.coordinator.record,
+        coordinator_node=request.coordinator.node,
+        coordinator_endpoint=request.coordinator.endpoint,
+        kind="copy",
+    )
+    move_log = await in_thread(node.journal.begin, begin)
+    await in_thread(stored.write_facts, move_log, facts)
+    await in_thread(move_log.mark, Mark.PREPARED)
+    await reach(Point.PREPARE)
+    return move_log
+
+
+async def settle(node: Node, receivers: BulkReceivers, moving: Moving) -> None:
+    """Carries out decisions of the rules. The caller holds the move's lock."""
+    move_log = moving.log
+    for _ in range(3):
+        said, why = Answer.UNDECIDED, ""
+        if move_log.outcome is None:
+            said, why = await asking.ask(node, move_log.begin)
+        outcome = move_log.outcome.outcome if move_log.outcome is not None else None
+        decision, reason = job_rules.copy_next(move_log.last_mark, outcome, said)
+        moving.waiting_for = f"{reason}: {why}" if why else reason
+        match decision:
+            case CopyDecision.RECORD_COMMIT:
+                await in_thread(move_log.decide, Outcome.COMMIT, why or reason, "coordinator")
+            case CopyDecision.RECORD_ABORT:
+                await in_thread(move_log.decide, Outcome.ABORT, why or reason, "coordinator")
+            case CopyDecision.KEEP:
+                await in_thread(move_log.mark, Mark.SETTLED)
+            case CopyDecision.DROP:
+                await in_thread(receivers.close, move_log.move)
+                await in_thread(node.store.drop, move_log.move)
+                await in_thread(move_log.mark, Mark.DISCARDED)
+            case CopyDecision.CLOSE:
+                moving.done = True
+                return
+            case _:
+                return

@@ -1,0 +1,69 @@
+"""After a rollback a guest keeper is behind its home keeper: what the launcher has seen is not repeated, and all goes on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from shim.keeper.frames import Frame
+from shim.keeper.relay import GuestEnd, HomeEnd
+from shim.keeper.tail import Tail
+
+
+class Ends:
+    """A home keeper that has written 10 bytes of output, had 5 of input and 2 signals acknowledged; and a guest keeper from
+    a snapshot that is older than that."""
+
+    def __init__(self) -> None:
+        loop: Any = SimpleNamespace(after=lambda seconds, work: None)
+        self.out, self.keyboard = Tail(10), Tail(5)
+        self.home = HomeEnd(loop, {"1": self.out}, self.keyboard, self._to_guest)
+        for number in (10, 12):
+            self.home.signal(number)
+        self.home._forget_signals(2)
+        self.delivered: list[int] = []
+        self.fed: list[bytes] = []
+        stdio: Any = SimpleNamespace(
+            tails={"1": Tail(4)},
+            in_offset=1,
+            in_written=1,
+            is_handed_over=False,
+            feed=self._feed,
+            shut=lambda name: None,
+        )
+        self.stdio = stdio
+        self.guest = GuestEnd(loop, stdio, self._to_home, self.delivered.append)
+        self.guest.last_signal_id = 1
+        self.home.open()
+        self.guest.open()
+
+    def _feed(self, data: bytes) -> None:
+        self.fed.append(data)
+        self.stdio.in_offset += len(data)
+
+    def _to_guest(self, kind: str, fields: dict[str, Any] | None = None, payload: bytes = b"") -> bool:
+        if hasattr(self, "guest"):
+            self.guest.receive(Frame({"t": kind, **(fields or {})}, payload))
+        return True
+
+    def _to_home(self, kind: str, fields: dict[str, Any] | None = None, payload: bytes = b"") -> bool:
+        self.home.receive(Frame({"t": kind, **(fields or {})}, payload))
+        return True
+
+
+def test_output_that_was_printed_before_the_rollback_is_left_out() -> None:
+    ends = Ends()
+    ends.stdio.tails["1"].append(b"456")
+    ends.guest.pump()
+    assert len(ends.out) == 0
+    ends.stdio.tails["1"].append(b"789abc")
+    ends.guest.pump()
+    assert ends.out.read(10, 100) == b"abc"
+
+
+def test_new_input_and_signals_arrive_after_a_rollback() -> None:
+    ends = Ends()
+    ends.home.signal(15)
+    ends.keyboard.append(b"typed")
+    ends.home.pump()
+    assert (ends.delivered, ends.fed) == ([15], [b"typed"])

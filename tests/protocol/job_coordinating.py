@@ -1,0 +1,125 @@
+"""The coordinator of the model of jobs. The decisions are those of `snapshotd/moves/job_rules.py`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from snapshotd.moves import job_rules
+from snapshotd.moves.job_rules import Answer, JobDecision, Part
+from snapshotd.moves.rules import Mark, Outcome
+from tests.protocol.job_rolling import Rolling
+from tests.protocol.job_world import Lost, Record, Refused
+
+
+class Coordinating(Rolling):
+    def on_job_begin(self, node: str, name: str, suspension: str, *parts: str) -> object:
+        if (node, name) in self.journal:
+            self.open(node, name, "job")
+            return None
+        if any(r.role == "job" and not r.ended and r.outcome is None for r in self.journal.values()):
+            raise Refused("busy")
+        if suspension:
+            known = self.journal.get((node, suspension))
+            if known is None or known.outcome is not Outcome.COMMIT or self.resumed(suspension):
+                raise Refused("not suspended")
+            if known.kind == "rollback" and not known.ended:
+                raise Refused("processes of the former incarnation may run")
+            if any(r.suspension == suspension and r.taken_back and not r.ended for r in self.journal.values()):
+                raise Refused("the copies of a resumption that was taken back may still run")
+        self.event(node, "mark begun")
+        words = [part.split() for part in parts]
+        listed = [(one[0], one[1], one[2], one[3]) for one in words]
+        copies = [(one[4], one[5]) for one in words if len(one) > 4]
+        kind = "snapshot" if copies else ""
+        self.journal[node, name] = Record(
+            "job", Mark.BEGUN, parts=listed, copies=copies, suspension=suspension, kind=kind
+        )
+        return None
+
+    def resumed(self, suspension: str) -> bool:
+        return any(
+            r.role == "job" and r.suspension == suspension and r.outcome is Outcome.COMMIT
+            for r in self.journal.values()
+        )
+
+    def on_job_commit(self, node: str, name: str) -> object:
+        record = self.journal.get((node, name))
+        if record is None:
+            raise Refused("no such record")
+        if record.outcome is None:
+            ready, why = job_rules.may_commit(self.ask_parts(node, record))
+            if not ready:
+                raise Refused(why)
+            self.decide(node, record, Outcome.COMMIT)
+            self.protected |= record.kind == "snapshot"
+        return record.outcome
+
+    def on_job_abort(self, node: str, name: str) -> object:
+        if (node, name) not in self.journal:
+            self.event(node, "record ABORT")
+            self.journal[node, name] = Record("job", Mark.SETTLED, outcome=Outcome.ABORT, ended=True)
+        return self.decide(node, self.journal[node, name], Outcome.ABORT)
+
+    def on_job_outcome(self, node: str, name: str) -> object:
+        record = self.journal.get((node, name))
+        if record is None:
+            return Answer.UNKNOWN
+        return Answer.UNDECIDED if record.outcome is None else Answer(record.outcome.value)
+
+    def ask_parts(self, node: str, record: Record) -> dict[str, Part]:
+        found: dict[str, Part] = {}
+        for at, move in [*((part[0], part[1]) for part in record.parts), *record.copies]:
+            try:
+                found[at + move] = Part(str(self.call(node, at, "part", move)))
+            except (Lost, Refused):
+                found[at + move] = Part.UNREACHABLE
+        return found
+
+    def settle_job(self, node: str, name: str) -> None:
+        record = self.journal[node, name]
+        if record.kind == "rollback":
+            self.settle_rollback(node, name)
+            return
+        parts: dict[str, Part] = {}
+        for _ in range(3):
+            decision, _ = job_rules.job_next(
+                record.mark,
+                record.outcome,
+                parts.values(),
+                lease_expired=not record.lease,
+                resumes=bool(record.suspension),
+            )
+            match decision:
+                case JobDecision.RECORD_ABORT:
+                    self.decide(node, record, Outcome.ABORT)
+                case JobDecision.ASK if not parts:
+                    parts = self.ask_parts(node, record)
+                case JobDecision.TAKE_BACK:
+                    self.event(node, "mark taken back")
+                    record.taken_back = True
+                    self.event(node, "overrule: ABORT")
+                    record.outcome, parts = Outcome.ABORT, {}
+                case JobDecision.END:
+                    for at, move, _, _ in record.parts:
+                        self.call(node, at, "end", move)
+                    return
+                case JobDecision.CLOSE if not record.ended:
+                    drops = record.suspension and self.journal[node, record.suspension].kind != "rollback"
+                    if record.outcome is Outcome.COMMIT and drops:
+                        for _, _, at, image in record.parts:
+                            self.call(node, at, "drop", image)
+                    if record.outcome is Outcome.COMMIT and record.kind == "snapshot":
+                        self.replace_older(node, record)
+                    self.put(node, record, Mark.SETTLED)
+                case _:
+                    return
+
+    def replace_older(self, node: str, newer: Record) -> None:
+        """A node that does not answer asks later: see `settle_kept`."""
+        for older in [r for (at, _), r in self.journal.items() if at == node and r.role == "job" and r is not newer]:
+            if older.kind == "snapshot" and older.outcome is Outcome.COMMIT and not older.dropped:
+                self.event(node, "mark dropped")
+                older.dropped = True
+                for at, image in [*((part[0], part[1]) for part in older.parts), *older.copies]:
+                    with suppress(Lost, Refused):
+                        self.call(node, at, "drop", image)

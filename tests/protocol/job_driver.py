@@ -1,0 +1,181 @@
+"""The driver of the model of jobs: it goes through the tables of `migrator/job_protocol.py`, and can die at any call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from migrator.job_protocol import (
+    RESUME,
+    SNAPSHOT,
+    SUSPEND,
+    UNDO_RESUME,
+    UNDO_SNAPSHOT,
+    UNDO_SUSPEND,
+    Asked,
+    JobStep,
+    index_of,
+    undo_plan,
+)
+from snapshotd.moves.rules import Outcome
+from tests.protocol.job_model import JobModel
+from tests.protocol.job_world import DRIVER, NODES, Died, Lost, Refused
+
+#: The buddy of each rank.
+BUDDIES = ("two", "one")
+
+#: The model's name of each call.
+RPC = {
+    "Source.Inspect": "",
+    "Job.Begin": "job_begin",
+    "Source.Begin": "begin",
+    "Source.Freeze": "freeze",
+    "Source.Stream": "stream",
+    "Job.Commit": "job_commit",
+    "Source.Release": "release",
+    "Source.GetImage": "get_image",
+    "Target.Examine": "",
+    "Target.Prepare": "prepare",
+    "Source.Send": "send",
+    "Target.Restore": "restore",
+    "Target.Activate": "activate",
+    "Job.Abort": "job_abort",
+    "Source.Abort": "abort",
+    "Target.Discard": "discard",
+}
+
+
+class Attempt:
+    """A driver that suspends or resumes the job."""
+
+    def __init__(self, model: JobModel, name: str, suspension: str = "", to: Sequence[str] = ("one", "spare")) -> None:
+        self.model, self.name, self.suspension = model, name, suspension
+        self.table, self.undo = (RESUME, UNDO_RESUME) if suspension else (SUSPEND, UNDO_SUSPEND)
+        self.stores, self.moves = [node for _, node in model.running()], [f"{name}-0", f"{name}-1"]
+        self.images: list[str] = []
+        if suspension:
+            known = model.journal[NODES[0], suspension]
+            places = [(part[0], part[1]) for part in known.parts]
+            for rank, copy in enumerate(known.copies):  # of a snapshot: the image, or its copy if that is gone
+                if places[rank] not in model.kept or not model.up[places[rank][0]] or places[rank][0] in model.cut:
+                    places[rank] = copy
+            self.stores, self.images = [place[0] for place in places], [place[1] for place in places]
+        self.nodes = list(to) if suspension else self.stores
+
+    @property
+    def copies(self) -> list[str]:
+        return [f"{self.name}-copy-{rank}" for rank in (0, 1)]
+
+    def run(self) -> str:
+        """done, undone, or "" if the driver died."""
+        self.model.up[DRIVER] = True
+        reached = 0
+        try:
+            try:
+                while reached < len(self.table):
+                    self.ask(self.table[reached])
+                    reached += 1
+                return "done"
+            except (Lost, Refused):
+                return self.end(reached)
+        except Died as died:
+            if died.who == DRIVER:
+                return ""
+            raise
+
+    def end(self, reached: int) -> str:
+        if reached > index_of("Job.Commit", self.table):
+            return ""
+        try:
+            outcome = self.model.call(DRIVER, NODES[0], "job_abort", self.name)
+        except (Lost, Refused):
+            return ""
+        if outcome is Outcome.COMMIT:
+            return ""
+        for step in undo_plan(self.table, self.undo, reached):
+            if step.call != "Job.Abort":
+                self.ask(step, patient=True)
+        return "undone"
+
+    def ask(self, step: JobStep, *, patient: bool = False) -> None:
+        if not (rpc := RPC[step.call]):
+            return
+        if step.asked is Asked.COORDINATOR:
+            parts = [
+                f"{self.nodes[rank]} {self.moves[rank]} {self.stores[rank]} {(self.images or self.moves)[rank]}"
+                + (f" {BUDDIES[rank]} {self.copies[rank]}" if self.table is SNAPSHOT else "")
+                for rank in (0, 1)
+            ]
+            more = (self.suspension, *parts) if rpc == "job_begin" else ()
+            self.model.call(DRIVER, NODES[0], rpc, self.name, *more)
+            return
+        for rank in (0, 1):
+            try:
+                self.model.call(DRIVER, *self.request(rpc, rank, buddy=step.asked is Asked.BUDDIES))
+            except (Lost, Refused):
+                if not patient:
+                    raise
+
+    def request(self, rpc: str, rank: int, *, buddy: bool = False) -> tuple[str, ...]:
+        store, node, move = self.stores[rank], self.nodes[rank], self.moves[rank]
+        if buddy:
+            node, move = BUDDIES[rank], self.copies[rank]
+        match rpc:
+            case "begin" if self.table is SNAPSHOT:
+                return node, rpc, move, str(rank), self.name, "snapshot"
+            case "prepare" if buddy:
+                return node, "prepare_copy", move, str(rank), self.name
+            case "send" if self.table is SNAPSHOT:
+                return store, rpc, move, BUDDIES[rank], self.copies[rank]
+            case "begin":
+                return node, rpc, move, str(rank), self.name
+            case "get_image":
+                return store, rpc, self.images[rank]
+            case "prepare":
+                return node, rpc, move, str(rank), self.images[rank], self.name
+            case "send":
+                return store, rpc, self.images[rank], node, move
+            case _:
+                return node, rpc, move
+
+
+class RollingBack:
+    """A driver that rolls the job back, with rank 1 on the spare."""
+
+    def __init__(self, model: JobModel, name: str) -> None:
+        self.model, self.name = model, name
+
+    def run(self) -> str:
+        self.model.up[DRIVER] = True
+        try:
+            return self._run()
+        except (Lost, Refused):
+            return "refused"
+        except Died as died:
+            if died.who == DRIVER:
+                return ""
+            raise
+
+    def _run(self) -> str:
+        model = self.model
+        record = model.rolled_back(NODES[0])
+        if not record:
+            record = f"{self.name}-rollback"
+            model.call(DRIVER, NODES[0], "job_rollback", record, model.snapshot())
+        for _ in range(3):  # what the coordinator does without the driver
+            if not model.journal[NODES[0], record].ended and model.up[NODES[0]]:
+                with suppress(Lost, Refused, Died):
+                    model.settle_rollback(NODES[0], record)
+                with suppress(Died):
+                    model.pass_time()
+        if not model.journal[NODES[0], record].ended:
+            return "waits"
+        return Attempt(model, f"{self.name}-resume", record).run()
+
+
+class Taking(Attempt):
+    """A driver that takes a snapshot."""
+
+    def __init__(self, model: JobModel, name: str) -> None:
+        super().__init__(model, name)
+        self.table, self.undo = SNAPSHOT, UNDO_SNAPSHOT

@@ -1,0 +1,127 @@
+"""Every event of a rollback after a node was lost, with every participant dying at it: one incarnation runs, the snapshot is
+never lost, and a retry brings the job back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from snapshotd.moves import job_rules
+from snapshotd.moves.job_rules import Ended, JobDecision
+from tests.protocol.job_driver import Attempt, RollingBack, Taking
+from tests.protocol.job_model import JobModel
+from tests.protocol.job_world import DRIVER, NODES, Refused
+from tests.protocol.test_jobs import FAULTS
+
+LOSSES: dict[str, Callable[[JobModel], None]] = {
+    "two has no power": lambda model: model.reboot("two"),
+    "two is cut off": lambda model: model.cut.add("two"),
+    "rank 1 has died": lambda model: _kill(model, 1),
+}
+
+
+def _kill(model: JobModel, rank: int) -> None:
+    for copy in model.copies:
+        if copy.rank == rank:
+            copy.alive = copy.running = False
+    model.killed = True
+
+
+def walked(loss: str, *, twice: bool = False) -> tuple[JobModel, RollingBack]:
+    """A job that has a snapshot, and has then lost rank 1 or its node. `twice`: it was rolled back before."""
+    model = JobModel()
+    assert Taking(model, "s").run() == "done"
+    model.settle()
+    if twice:
+        assert RollingBack(model, "before").run() == "done"
+        model.settle()
+    LOSSES[loss](model)
+    model.labels.clear()
+    return model, RollingBack(model, "b")
+
+
+@cache
+def labels(loss: str) -> tuple[str, ...]:
+    model, attempt = walked(loss)
+    assert attempt.run() == "done"
+    return tuple(model.labels)
+
+
+def judge(model: JobModel) -> None:
+    """Whatever happened, a retry brings the job back, unless two nodes have lost what was in their memory."""
+    model.settle(rounds=5)
+    assert model.unfinished() == []
+    if model.running() == [(0, "one"), (1, "spare")]:
+        return
+    if not model.snapshot():
+        assert model.reboots > 1
+        return
+    retry = RollingBack(model, "again")
+    assert retry.run() == "done"
+    model.settle()
+    assert model.running() == [(0, "one"), (1, "spare")]
+    assert {copy.incarnation for copy in model.copies if copy.alive} == {"again-resume"}
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_job_is_rolled_back_onto_a_spare(loss: str, twice: bool) -> None:
+    model, attempt = walked(loss, twice=twice)
+    assert attempt.run() == "done"
+    assert model.running() == [(0, "one"), (1, "spare")]
+    model.settle()
+    assert model.running() == [(0, "one"), (1, "spare")], "what was lost does not run when it is back"
+    assert model.snapshot() == "s", "the job is still protected"
+    assert model.unfinished() == []
+
+
+@pytest.mark.parametrize("soon", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_any_participant_dies_at_any_event(loss: str, fault: str, soon: bool) -> None:
+    for event, label in enumerate(labels(loss)):
+        model, attempt = walked(loss)
+        model.faults[event] = FAULTS[fault]
+        if soon:
+            model.faults[event + 2] = JobModel.heal
+        try:
+            attempt.run()
+            judge(model)
+        except AssertionError as error:
+            error.add_note(f"{fault} at event {event}, {label}")
+            raise
+
+
+def test_a_job_is_not_resumed_while_its_former_incarnation_may_run() -> None:
+    model, _ = walked("two is cut off")
+    model.call(DRIVER, NODES[0], "job_rollback", "r", "s")
+    model.settle_rollback(NODES[0], "r")
+    assert not model.journal[NODES[0], "r"].ended, "node two is only silent yet, and its rank runs"
+    assert [copy.running for copy in model.copies if copy.node == "two"] == [True]
+    with pytest.raises(Refused):
+        model.call(DRIVER, NODES[0], "job_begin", "early", "r", "one x one y")
+    model.pass_time()
+    assert [copy.running for copy in model.copies if copy.node == "two"] == [False]
+    model.settle_rollback(NODES[0], "r")
+    assert model.journal[NODES[0], "r"].ended
+
+
+def test_a_node_whose_daemon_is_down_is_waited_for() -> None:
+    model, attempt = walked("rank 1 has died")
+    model.kill("spare")
+    assert attempt.run() == "waits"
+    model.declared.add("spare")
+    model.settle_rollback(NODES[0], "b-rollback")
+    assert Attempt(model, "r", "b-rollback", to=("one", "two")).run() == "done"
+
+
+def test_rules_of_ending_an_incarnation() -> None:
+    over = {"a": Ended.ENDED, "b": Ended.CUT_OFF}
+    assert job_rules.rollback_next(over)[0] is JobDecision.CLOSE
+    for other in set(Ended) - job_rules.OVER:
+        assert job_rules.rollback_next({**over, "c": other})[0] is JobDecision.ASK
+    assert job_rules.silent_node(job_rules.CUT_OFF_S) is Ended.SILENT, "a node may still be at ending its ranks"
+    assert job_rules.silent_node(job_rules.FENCED_S) is Ended.CUT_OFF
+    assert job_rules.is_cut_off(job_rules.CUT_OFF_S)
