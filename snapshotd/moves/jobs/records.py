@@ -120,7 +120,7 @@ def is_given_up(journal: Journal, move_log: MoveLog) -> bool:
 
 
 def drops_images(journal: Journal, suspension: str) -> bool:
-    """Whether the images of a suspension are of no use once the job runs again. Those of a snapshot stay after a rollback: the
-    job is protected by them until it has a newer one."""
+    """Whether the images of a suspension are of no use once the job runs again. Those of a snapshot stay after a rollback:
+    the job is protected by them until it has a newer one."""
     known = journal.find(suspension) if suspension else None
     return known is None or known.begin.kind != "rollback"
