@@ -36,7 +36,7 @@ class Daemon:
         monkeypatch.setattr("snapshotd.moves.journal.time.time", lambda: self._clock)
         config = SimpleNamespace(history_days=30, history_moves=1000)
         suspended = SimpleNamespace(sealed=lambda move: False)
-        node: Any = SimpleNamespace(config=config, client=self._client, suspended=suspended)
+        node: Any = SimpleNamespace(config=config, client=self._client, store_of=lambda begin: suspended)
         self.node, self.history = node, History(node, [self.steps])
 
     @asynccontextmanager

@@ -57,7 +57,9 @@ class Store:
         """As a daemon that has just started knows them."""
         suspended = ImageStore(self.folder / "suspended", on_disk=True)
         config = SimpleNamespace(node="node-1", advertise="e")
-        node: Any = SimpleNamespace(journal=self.journal, suspended=suspended, config=config)
+        store = ImageStore(self.folder / "snapshots")
+        node: Any = SimpleNamespace(journal=self.journal, suspended=suspended, store=store, config=config)
+        node.store_of = lambda begin: store if begin.kind else suspended
         return StoredImages(node, HomeKeepers(self.journal, self._tell))
 
     async def _tell(self, entry: RankEntry, status: int) -> None:
