@@ -131,7 +131,7 @@ SNAPSHIM_EXPORT extern const unsigned int snapshim_abi_version;
 SNAPSHIM_EXPORT long syscall(long number, ...);
 
 /* Interposed as well, each with its own library's prototype:
- *   pthread_create pthread_exit thrd_exit
+ *   pthread_create pthread_exit thrd_exit __cxa_atexit
  *   sigaction signal sigprocmask pthread_sigmask pthread_attr_setsigmask_np
  *   sigsuspend sigwait sigwaitinfo sigtimedwait signalfd ppoll __ppoll_chk pselect epoll_pwait epoll_pwait2
  *   cudaMallocManaged cudaIpcGetMemHandle cudaIpcOpenMemHandle cudaIpcCloseMemHandle
