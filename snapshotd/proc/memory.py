@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,11 +45,15 @@ class OwnRoom:
 
     def __init__(self) -> None:
         self._meminfo = os.open("/proc/meminfo", os.O_RDONLY | os.O_CLOEXEC)
+        opened = [self._meminfo]
+        #: Also if it is forgotten: it has a dozen descriptors.
+        self._closing = weakref.finalize(self, close_all, opened)
         self._groups: list[tuple[Path, tuple[int, int, int], tuple[str, ...]]] = []
         for folder, (limit, use, cache) in _groups(read_text("/proc/self/cgroup"), read_text("/proc/self/mountinfo")):
             if not all((folder / name).exists() for name in (limit, use, "memory.stat")):
                 continue  # the root group, or one without the controller
             fds = [os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC) for name in (limit, use, "memory.stat")]
+            opened += fds
             self._groups.append((folder, (fds[0], fds[1], fds[2]), cache))
 
     def tightest(self) -> tuple[str, int]:
@@ -62,9 +67,9 @@ class OwnRoom:
         return found
 
     def close(self) -> None:
-        for fd in (self._meminfo, *(fd for _, fds, _ in self._groups for fd in fds)):
-            os.close(fd)
+        """Idempotent."""
         self._groups = []
+        self._closing()
 
 
 def stalled_percent(path: str = _PRESSURE) -> float:
@@ -110,6 +115,11 @@ def _left(limit: str, used: str, stat: str, cache: tuple[str, ...]) -> int | Non
         return None
     rows = dict(line.split() for line in stat.splitlines())
     return max(0, int(limit) - int(used) + sum(int(rows.get(row, 0)) for row in cache))
+
+
+def close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _read(fd: int) -> str:

@@ -15,11 +15,12 @@ import fcntl
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from snapshotd.proc.memory import OwnRoom
+from snapshotd.proc.memory import OwnRoom, close_all
 
 #: Kept free in addition to what moves need, for the node itself.
 RESERVE_BYTES = 256 << 20
@@ -58,10 +59,13 @@ class Room:
         self._reserved: dict[str, Callable[[], int]] = {}  # what is reserved and not taken yet, by purpose
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._turn_fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        opened = [self._turn_fd]
+        self._closing = weakref.finalize(self, close_all, opened)  # also if it is forgotten
         self._name = f"claim-{node}-{os.getpid()}-{secrets.token_hex(4)}"
         with self.turn():
             fresh = folder / f"fresh-{self._name}"  # a file of that name without a lock on it is that of a dead daemon
             self._file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            opened.append(self._file)
             fcntl.flock(self._file, fcntl.LOCK_EX)
             fresh.rename(folder / self._name)
             with contextlib.suppress(FileExistsError), open(folder / _ID, "x", opener=_private) as file:
@@ -116,8 +120,8 @@ class Room:
         """Gives everything up."""
         with self._lock, contextlib.suppress(OSError):
             (self._folder / self._name).unlink(missing_ok=True)
-            for fd in (self._file, self._turn_fd):
-                os.close(fd)
+            self._file = -1
+            self._closing()
             self._own.close()
 
     def _write(self) -> None:

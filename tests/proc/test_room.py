@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -133,3 +136,25 @@ def test_pressure_is_read_where_the_kernel_measures_it(tmp_path: Path) -> None:
         "some avg10=50.00 avg60=1.00 avg300=0.10 total=1\nfull avg10=31.25 avg60=0.00 avg300=0.00 total=1\n"
     )
     assert memory.stalled_percent(str(file)) == 31.25
+
+
+def test_forgotten_room_keeps_no_descriptor(tmp_path: Path) -> None:
+    def opened() -> int:
+        """Of the claims and locks of this test, and of what tells how much memory is free."""
+        gc.collect()
+        found = 0
+        for entry in os.scandir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # that of the scan itself
+                path = os.readlink(entry.path)
+                found += path == "/proc/meminfo" or path.startswith(str(tmp_path))
+        return found
+
+    before = opened()
+    room = Room(tmp_path / "memory", "a")
+    assert opened() == before + 3
+    del room
+    assert opened() == before
+    room = Room(tmp_path / "memory", "a")
+    room.close()
+    room.close()
+    assert opened() == before
