@@ -47,13 +47,16 @@ class Here:
         self.entry: Any = SimpleNamespace(
             uid="job-0", cgroup=GROUP, moving="", keeper_alive=lambda: True, link=None, group=None
         )
-        ranks = SimpleNamespace(get=lambda uid, role: self.entry, all=lambda: [self.entry])
+        ranks = SimpleNamespace(
+            get=lambda uid, role: self.entry, all=lambda: [self.entry], has_ended=lambda entry: False
+        )
         node: Any = SimpleNamespace(
             config=SimpleNamespace(advertise="b:1", listen="b:1", image_dir=folder / "images"),
             journal=self.journal,
             ranks=ranks,
             store=SimpleNamespace(drop_soon=lambda move: None),
             credentials=None,
+            holder=SimpleNamespace(drop=lambda keys: None, kept=dict),
         )
         monkeypatch.setattr(settling, "BulkReceivers", lambda *arguments: SimpleNamespace())
         monkeypatch.setattr(settling, "wake", self.wake)
