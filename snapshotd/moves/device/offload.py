@@ -135,6 +135,7 @@ class Offload:
 
     def _reserve(self, size_bytes: int) -> None:
         """Reserves memory for files. Blocking. Raises Full."""
+        self.node.store.dropped()  # before the turn: all moves of the machine wait for it
         with self.node.room.turn():
             room = self.node.store.room_bytes()
             if room < size_bytes + RESERVE_BYTES:

@@ -113,6 +113,7 @@ async def _look(node: Node, entry: RankEntry, pids: list[int]) -> Looked:
             preflight.refused("keeper", problem, "restart its job with the `migrator run` of this node's version")
         )
     if offloaded_bytes := facts.gpu.offloaded_bytes:
+        await in_thread(node.store.dropped)
         more.append(preflight.offload_room(offloaded_bytes, await in_thread(node.store.room_bytes)))
     return Looked(facts, [*checks, *more], scope)
 

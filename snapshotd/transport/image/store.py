@@ -107,7 +107,7 @@ class ImageStore:
             if move in self._leftovers:
                 shutil.rmtree(directory, ignore_errors=True)
                 self._leftovers.discard(move)
-            room_bytes = self._room_bytes()
+            room_bytes = self.room_bytes()
             if capacity_bytes > room_bytes:
                 why = f": {self._room.free()}" if self._room is not None and not self._on_disk else ""
                 raise Full(f"{move} needs {mib(capacity_bytes)} for its images, {mib(room_bytes)} are free{why}")
@@ -262,10 +262,11 @@ class ImageStore:
         return held_bytes
 
     def room_bytes(self) -> int:
-        """Memory that is free and not reserved for a move."""
-        self.dropped()
-        with self._lock:
-            return self._room_bytes()
+        """Memory that is free and not reserved for a move.
+
+        Takes no lock of the store: it is asked for inside a turn of the room (proc/room.py), and `create` takes the turn
+        inside the lock."""
+        return max(0, self._free_bytes() - self.reserved_bytes())
 
     def set_aside(self, move: str, names: Sequence[str], size_bytes: int) -> None:
         """Sets aside part of the move's memory for these files, which the device-memory channel writes. What they use does
@@ -349,12 +350,8 @@ class ImageStore:
         over_bytes = receiving.written_bytes + frame.payload_bytes - receiving.capacity_bytes
         if over_bytes + receiving.beside_bytes > 0:
             over_bytes += receiving.taken_beside_bytes()
-        if over_bytes > 0 and self._room_bytes() < frame.payload_bytes:
+        if over_bytes > 0 and self.room_bytes() < frame.payload_bytes:
             raise Full(f"{move} needs more than its {mib(receiving.capacity_bytes)}, and no more memory is free")
-
-    def _room_bytes(self) -> int:
-        """Free memory that is not reserved for a move that is still arriving."""
-        return max(0, self._free_bytes() - self.reserved_bytes())
 
     def _disk_bytes(self) -> int:
         storage = os.statvfs(self._root)

@@ -12,11 +12,13 @@ import pytest
 
 from snapshotd.api.errors import Damaged, Full, NotFound, WrongState
 from snapshotd.api.snapshotd_pb2 import ImageFile
+from snapshotd.proc.room import Room
 from snapshotd.transport.image import sparse_file
 from snapshotd.transport.image import store as store_module
 from snapshotd.transport.image.chunk_list import Chunks, summary
 from snapshotd.transport.image.frame import MAX_FILE_BYTES, PAGE_BYTES, Frame, Kind, data_frame, hole_frame
 from snapshotd.transport.image.store import ImageStore
+from tests.shim.jobs import until
 
 MOVE = "m-0123456789ab"
 OTHER = "m-ba9876543210"
@@ -209,7 +211,7 @@ def test_request_for_memory_waits_for_a_drop(
 
     def ask() -> None:
         asked.set()
-        store.room_bytes()
+        store.create(OTHER, 1 << 20)
         order.append("asked")
 
     monkeypatch.setattr(shutil, "rmtree", slow_remove)
@@ -224,6 +226,27 @@ def test_request_for_memory_waits_for_a_drop(
     assert not (tmp_path / "images" / MOVE).exists()
 
 
+def test_memory_can_be_asked_for_inside_a_turn_while_another_move_is_created(tmp_path: Path) -> None:
+    """`create` waits for the turn inside the store's lock, so whoever has the turn must not need that lock."""
+    room = Room(tmp_path / "room", "node-1")
+    store = ImageStore(tmp_path / "images", room=room)
+    creating = threading.Thread(target=store.create, args=(MOVE, 1 << 20), daemon=True)
+
+    def ask() -> None:
+        with room.turn():
+            creating.start()
+            until(store._lock.locked, "the store's lock is taken")
+            store.room_bytes()
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(60)
+    assert not asking.is_alive()
+    creating.join(60)
+    assert not creating.is_alive()
+    room.close()
+
+
 def test_failed_drop_is_tried_again(store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.create(MOVE, 1 << 20)
 
@@ -235,8 +258,8 @@ def test_failed_drop_is_tried_again(store: ImageStore, tmp_path: Path, monkeypat
         store.drop_soon(MOVE)
         store.dropped()
     assert (tmp_path / "images" / MOVE).exists()
-    store.room_bytes()
-    store.room_bytes()
+    store.dropped()
+    store.dropped()
     assert not (tmp_path / "images" / MOVE).exists()
 
 
