@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, NotFound, Undone, Usage, WrongState
+from snapshotd.api.errors import Busy, NotFound, Refused, Undone, Unreachable, Usage, WrongState
+from snapshotd.moves.jobs import participants
 from snapshotd.moves.jobs.coordinator import JobSteps
 from snapshotd.moves.jobs.records import is_needed
 from snapshotd.moves.journal import Journal
@@ -30,7 +31,7 @@ class Daemon:
         self.dropped: list[str] = []
         self.given_up: set[str] = set()  # images of ranks that never run again
         self.ended: list[tuple[str, str]] = []
-        config = SimpleNamespace(node="node-1", advertise="10.0.0.1:7070")
+        config = SimpleNamespace(node="node-1", advertise="10.0.0.1:7070", job_snapshots=True)
         self.journal = Journal(folder)
         node: Any = SimpleNamespace(config=config, journal=self.journal, client=self._client)
         self.steps = JobSteps(node)
@@ -204,3 +205,37 @@ async def test_restarted_coordinator_keeps_what_it_has_recorded(daemon: Daemon, 
     assert (await again.steps.commit(RECORD)).kind == pb.COMMIT
     await again.stop()
     assert Journal(tmp_path).get(RECORD).committed
+
+
+async def test_snapshots_and_rollbacks_are_refused_unless_the_node_allows_them(daemon: Daemon) -> None:
+    daemon.steps.node.config.job_snapshots = False  # type: ignore[misc]
+    begin = suspension()
+    begin.snapshot = True
+    with pytest.raises(Refused, match="switched off on node-1"):
+        await daemon.steps.begin(begin)
+    with pytest.raises(Refused, match="switched off on node-1"):
+        await daemon.steps.rollbacks.begin(pb.RollbackRequest(record=SECOND, snapshot=RECORD), "", asyncio.Lock())
+    assert daemon.journal.all() == []
+
+
+async def test_a_target_that_does_not_answer_does_not_keep_copies_on_others_running(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await daemon.suspend()
+    await daemon.steps.begin(resumption(SECOND))
+    reached: list[str] = []
+
+    @asynccontextmanager
+    async def client(name: str, endpoint: str) -> AsyncIterator[Any]:
+        async def end(request: pb.EndRanksRequest, timeout_s: float) -> pb.EndRanksReply:
+            if name == "node-1":
+                raise Unreachable("no answer")
+            reached.append(name)
+            return pb.EndRanksReply()
+
+        yield SimpleNamespace(job=SimpleNamespace(EndRanks=end))
+
+    monkeypatch.setattr(daemon.steps.node, "client", client)
+    with pytest.raises(Unreachable):
+        await participants.end_copies(daemon.steps.node, daemon.journal.get(SECOND))
+    assert reached == ["node-2"]

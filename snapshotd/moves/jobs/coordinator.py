@@ -17,7 +17,7 @@ from snapshotd.api.errors import Busy, NotFound, SnapshotError, Undone, Unreacha
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import JobDecision, Part
 from snapshotd.moves.jobs import dropping, participants, records
-from snapshotd.moves.jobs.rollback import Rollbacks
+from snapshotd.moves.jobs.rollback import Rollbacks, must_be_allowed
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
@@ -74,6 +74,8 @@ class JobSteps(Steps):
             return pb.BeginJobReply()
         if not 1 <= request.lease_s <= 3600 or not 0 < len(request.participants) <= MAX_RANKS:
             raise Usage("a job record begins with participants and a lease of 1 to 3600 s")
+        if request.snapshot:
+            must_be_allowed(self.node)
         parts = [JobPart.of(one) for one in request.participants]
         for part in parts:
             check_move_id(part.move)

@@ -25,8 +25,11 @@ END_S = 60.0
 
 
 async def end_copies(node: Node, move_log: MoveLog) -> None:
-    """Ends the copies of a resumption that was taken back. Those that were never let run drop themselves."""
-    for part in (await in_thread(move_log.whole)).participants:
+    """Ends the copies of a resumption that was taken back. Those that were never let run drop themselves.
+
+    Asks all nodes, and raises the first error then."""
+
+    async def end_copy(part: JobPart) -> None:
         request = pb.EndRanksRequest(record=move_log.move, incarnation=move_log.move, rank_uids=[part.rank_uid])
         if part.home_node not in {"", part.node}:  # so that it accepts the next copy instead of this one
             with contextlib.suppress(SnapshotError):
@@ -34,6 +37,11 @@ async def end_copies(node: Node, move_log: MoveLog) -> None:
                     await client.job.EndRanks(request, timeout_s=END_S)
         async with node.client(part.node, part.endpoint) as client:
             await client.job.EndRanks(request, timeout_s=END_S)
+
+    parts = (await in_thread(move_log.whole)).participants
+    for error in await asyncio.gather(*map(end_copy, parts), return_exceptions=True):
+        if error is not None:
+            raise error
 
 
 async def ask_all(node: Node, move_log: MoveLog) -> dict[str, Part]:

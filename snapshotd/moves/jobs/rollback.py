@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.addresses import split_address
-from snapshotd.api.errors import Busy, NotFound, SnapshotError, Usage, Where, WrongState
+from snapshotd.api.errors import Busy, NotFound, Refused, SnapshotError, Usage, Where, WrongState
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Ended, JobDecision
 from snapshotd.moves.jobs import records
@@ -35,6 +35,17 @@ PROBE_S = 3.0
 ASK_S = 5.0
 
 
+def must_be_allowed(node: Node) -> None:
+    """Raises Refused unless this node is configured to coordinate snapshots."""
+    if not node.config.job_snapshots:
+        raise Refused(
+            f"snapshots of running jobs are switched off on {node.config.node}, which would coordinate them",
+            remedy="they are not finished (docs/limits.md says what is missing); to try them out, set job_snapshots = true in"
+            " its snapshotd.toml",
+            where=Where.UNTOUCHED,
+        )
+
+
 class Rollbacks:
     """The coordinator's part. One instance per daemon."""
 
@@ -52,6 +63,7 @@ class Rollbacks:
             if not known.ended_unix_s and (lost := {*known.record.lost_nodes, *request.lost_nodes}):
                 await in_thread(known.mark, known.last_mark, lost_nodes=sorted(lost))
             return known
+        must_be_allowed(self.node)
         nodes = [ClusterNode.of(node) for node in request.nodes]
         async with deciding:
             snapshot, ends = await in_thread(self._examined, request)
