@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
+from migrator import find_rank
 from migrator.cli import main
 from snapshotd import __version__
 from snapshotd.api import protocol
@@ -307,6 +308,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
     for node in ("node-1", "node-2", "spare-1"):
         made.serve(FakeDaemon(node))
     monkeypatch.setenv("MIGRATOR_CLUSTER", str(made.path))
+    monkeypatch.setattr(find_rank, "ASK_TIMEOUT_S", 60.0)  # the daemons of a busy machine may take long
     yield made
     made.stop(*made.servers)
 

@@ -23,6 +23,7 @@
 #define LOOK_AGAIN_US 5000
 #define UNSURE_LOOKS 3
 
+#ifndef __SANITIZE_THREAD__ /* its runtime registers functions before it can run instrumented code */
 typedef int (*register_function)(void (*)(void *), void *, void *);
 
 SNAPSHIM_EXPORT int __cxa_atexit(void (*function)(void *), void *argument, void *library);
@@ -53,6 +54,7 @@ __attribute__((no_sanitize("address", "thread"))) SNAPSHIM_EXPORT int __cxa_atex
 		remember(instance, function);
 	return failed;
 }
+#endif
 
 static void (*newest_of(struct nccl_instance *instance))(void *)
 {
