@@ -112,6 +112,9 @@ def test_gpu_driver_is_not_called_for_a_cpu_rank(lab: GpuCluster) -> None:
 def test_rank_gets_the_requested_gpu(lab: GpuCluster) -> None:
     lab.give(TARGET, *gpus("two", count=3))
     lab.give(SOURCE, *gpus("one", count=1))
+    # A GPU that is missed only after the job has started could be one of the job's.
+    wanted = [gpus("one", count=1)[0].uuid]
+    until("the daemon to see it", lambda: [gpu["uuid"] for gpu in lab.shown(SOURCE)["gpus"]] == wanted)
     job = lab.job(SOURCE)
     job.await_lines(5)
     done = lab.cluster.migrator("move", "--rank", "0", "--job", job.name, "--to", TARGET, "--gpu", "2", "--json")
