@@ -1,7 +1,7 @@
 """Checks that the launcher of every suspended rank still waits for it.
 
 The home keeper of a rank is what its launcher knows. If it was killed, or its node was rebooted, the launcher has ended or
-has been told that the rank failed: a rank that is resumed then would run for nobody.
+has been told that the rank failed: a rank that is resumed then would have no launcher.
 """
 
 from __future__ import annotations

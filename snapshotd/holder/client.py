@@ -135,7 +135,7 @@ class Holder:
         return line
 
     def _start(self) -> None:
-        """Through a shell that ends at once, so that it is nobody's child: it may outlive this daemon."""
+        """Through a shell that ends at once, so that it is not a child of this daemon, which it may outlive."""
         program = [sys.executable, "-P", "-S", "-m", "snapshotd.holder.process", str(self.path)]
         with subprocess.Popen(
             ["/bin/sh", "-c", '"$@" &', "sh", *program],

@@ -11,7 +11,7 @@ Requests and answers are one JSON object per message, with at most BATCH descrip
     {"ask": "drop", "keys": ["m-…/4711"]}                              {"left": 0}, the number of keys
     {"ask": "list"}                                                    {"keys": {"m-…/4711": bytes}}
 
-It ends when it keeps nothing and nobody is connected.
+It ends when it keeps no descriptors and no daemon is connected.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Store:
 
 
 def serve(listener: socket.socket) -> None:
-    """Until nothing is kept and nobody is connected."""
+    """Runs until no descriptors are kept and no daemon is connected."""
     store, waiting = Store(), selectors.DefaultSelector()
     waiting.register(listener, selectors.EVENT_READ)
     clients: set[socket.socket] = set()

@@ -1,11 +1,12 @@
 """Takes the device memory of one process over as descriptors, and gives it back: the content stays on the GPU.
 
 The shim exports its physical memory, sends the descriptors over a socket pair of the process, and releases the memory. A
-descriptor keeps it, whoever dies. Given back, it is mapped at the same addresses, and nothing was copied.
+descriptor keeps it, whichever process dies. When it is given back, it is mapped at the same addresses, without a copy.
 
 Invariant: the process releases memory only after it has sent every descriptor, and `hand_over` returns only when `keep` has
-all of them. If it fails, the process is asked (`offloaded`) whether it has released its memory; if it has, all descriptors
-were kept.
+all of them. If it fails, the process is asked (`offloaded`) whether it has released its memory. The process does not wait
+until `keep` has them: if the daemon or the holder fails between the two, released memory is lost. `hold_device_memory` is
+therefore off by default.
 
 Everything here blocks: call it in a thread.
 """

@@ -2,7 +2,7 @@
 
 Free memory alone is no answer. Two moves that begin at the same time would both count it, and so would the source and the
 target of one move where both are on one machine, as in a lab. So a daemon states what its moves have reserved and not taken
-yet, in a file of its own in a folder that all daemons of the machine have, and nobody counts that as free.
+yet, in a file of its own in a folder that all daemons of the machine share. The other daemons do not count it as free.
 
 Invariant: a reservation is checked and stated under one lock (`turn`), so no byte is promised twice. It is lost with its
 daemon: a file whose owner holds no lock on it does not count.

@@ -1,7 +1,7 @@
 """A connection of a data channel: messages, encrypted where wanted. Both channels use it, so nothing heavy here.
 
-Whoever opened the connection has set its socket options (sockets.py), authenticated the peer, and obtained the keys of this
-one connection.
+Before that, the socket options were set (sockets.py), the peer was authenticated, and the keys of this connection were agreed
+(handshake.py).
 
 A connection carries messages whose lengths both sides know before they read: a record's header, its payload, a reply, the
 length of the next message. Encrypted, each is AES-256-GCM followed by its tag. Each direction has its own key, and the nonce

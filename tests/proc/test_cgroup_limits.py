@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from snapshotd.api.errors import Refused
-from snapshotd.moves.target.restore import _set_limits
+from snapshotd.moves.target.limits import set_limits
 from snapshotd.proc import cgroup, cgroup_limits
 from snapshotd.proc.cgroup import Cgroup
 
@@ -54,7 +54,7 @@ def test_moved_rank_has_the_limits_of_its_job(limited: tuple[Path, str, str, str
     (top / "cgroup.subtree_control").write_text(f"+{name.partition('.')[0]}")
     (source.path / name).write_text(tight)
     assert not (guest.path / name).exists()
-    _set_limits(guest, cgroup_limits.read(source.path, cgroup.mount_point()))
+    set_limits(guest, cgroup_limits.read(source.path, cgroup.mount_point()))
     assert (guest.path / name).read_text().strip() == tight
     assert cgroup_limits.read(guest.path, cgroup.mount_point()) == {name: tight}  # and so they move on
 
@@ -64,8 +64,8 @@ def test_node_without_the_controller_is_refused(limited: tuple[Path, str, str, s
     guest = Cgroup(top / "ranks" / "guest").create()
     assert cgroup_limits.available(guest.path.parent) == set()
     with pytest.raises(Refused, match="cgroup-limits"):
-        _set_limits(guest, {name: tight})
-    _set_limits(guest, {})
+        set_limits(guest, {name: tight})
+    set_limits(guest, {})
 
 
 @pytest.mark.parametrize(

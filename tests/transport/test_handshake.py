@@ -1,4 +1,4 @@
-"""The keys of a connection: both daemons have them, and nobody else. Whatever a peer sends, the result is an error."""
+"""The keys of a connection: only the two daemons have them. Anything else that a peer sends is an error."""
 
 from __future__ import annotations
 

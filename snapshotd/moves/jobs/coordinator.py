@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, NotFound, SnapshotError, Undone, Unreachable, Usage, Where, WrongState
+from snapshotd.api.errors import Busy, NotFound, SnapshotError, Undone, Usage, Where, WrongState
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import JobDecision, Part
 from snapshotd.moves.jobs import dropping, participants, records
@@ -39,14 +39,6 @@ AGAIN_S = 1.0
 MAX_RANKS = 1 << 16
 #: How long a resumption that is committed has at least to be carried out before an operator may drop its images.
 SETTLES_S = 60.0
-
-
-class NotDropped(Unreachable):
-    """Not every node has confirmed that it has dropped its images."""
-
-    def __init__(self, left: list[str]) -> None:
-        super().__init__(f"these images are not dropped yet: {'; '.join(left[:5])}", where=Where.UNKNOWN)
-        self.left = left
 
 
 class JobSteps(Steps):
@@ -213,7 +205,7 @@ class JobSteps(Steps):
             try:
                 async with asyncio.timeout(ANSWER_S):
                     await self.settle_once(moving)
-            except NotDropped as error:
+            except dropping.NotDropped as error:
                 moving.waiting_for = error.message
                 return pb.DropImageReply(waiting_for=error.left)
             except TimeoutError:
@@ -373,7 +365,7 @@ class JobSteps(Steps):
             resumed = bool(record.suspension) or await in_thread(records.resumed_by, self.journal, move_log) is not None
             images, reason = dropping.images_of(record), record.dropped or move_log.move
             if left := await dropping.drop(self.node, images, reason, given_up=not resumed):
-                raise NotDropped(left)
+                raise dropping.NotDropped(left)
         await in_thread(move_log.mark, Mark.SETTLED)
 
     async def give_up(self, move_log: MoveLog, reason: str) -> None:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import SnapshotError, Timeout, Unreachable
+from snapshotd.api.errors import SnapshotError, Timeout, Unreachable, Where
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import MoveRecord
 from snapshotd.moves.record_parts import JobPart
@@ -19,6 +19,14 @@ DROP_S = 10.0
 
 #: Node, endpoint, and the rank's move in the suspension.
 Image = tuple[str, str, str]
+
+
+class NotDropped(Unreachable):
+    """Not every node has confirmed that it has dropped its images."""
+
+    def __init__(self, left: list[str]) -> None:
+        super().__init__(f"these images are not dropped yet: {'; '.join(left[:5])}", where=Where.UNKNOWN)
+        self.left = left
 
 
 def images_of(record: MoveRecord) -> list[Image]:

@@ -20,6 +20,7 @@ from snapshotd.moves.jobs.rollback import answers
 from snapshotd.moves.node import Node
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.repeated import Repeated
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +35,7 @@ class Tether:
     def __init__(self, node: Node, endings: Endings) -> None:
         self.node, self.endings = node, endings
         self._heard_s: dict[_Of, float] = {}  # CLOCK_BOOTTIME of the last question that was answered
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="tether")
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(EVERY_S)
-            try:
-                await self.look()
-            except Exception:
-                log.exception("the coordinators of jobs could not be asked")
+        self.repeated = Repeated("coordinators of jobs", self.look, EVERY_S)
 
     async def look(self) -> None:
         """Asks the coordinators of all ranks here once."""

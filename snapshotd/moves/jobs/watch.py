@@ -18,6 +18,7 @@ from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.record_parts import ClusterNode
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.repeated import Repeated
 
 log = logging.getLogger(__name__)
 
@@ -30,23 +31,7 @@ class Watch:
 
     def __init__(self, node: Node, jobs: JobSteps, images: StoredImages) -> None:
         self.node, self.jobs, self.images = node, jobs, images
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="snapshots")
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(EVERY_S)
-            try:
-                await self.look()
-            except Exception:
-                log.exception("snapshots of jobs that have ended are not removed yet")
+        self.repeated = Repeated("snapshots of jobs", self.look, EVERY_S)
 
     async def look(self) -> None:
         """Looks once at all snapshots of which this node is the coordinator, and at all images that it keeps."""

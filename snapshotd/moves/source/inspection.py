@@ -24,7 +24,7 @@ from snapshotd.runtime.spans import span
 KEEPER_BACK_S = 5.0
 #: How long what preflight found counts for a move that begins.
 FRESH_S = 30.0
-#: How many of them are kept: anyone may ask for preflight, as often as they like.
+#: How many of them are kept: the number of preflights is not limited.
 MAX_LOOKS = 64
 #: How often a rank is looked at before a refusal counts, if processes of it ended during the look.
 LOOKS = 4

@@ -15,7 +15,7 @@ import aiofiles
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import CriuFailed, Damaged, Denied, Refused, Where
+from snapshotd.api.errors import CriuFailed, Damaged, Denied, Where
 from snapshotd.criu import images, links, session, verify
 from snapshotd.cuda.driver import Pair
 from snapshotd.files.as_user import User, file_user
@@ -36,9 +36,10 @@ from snapshotd.moves.record import Begin, Fields
 from snapshotd.moves.record_parts import ClusterNode, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.target import comparison, guest_keeper
+from snapshotd.moves.target.limits import set_limits
 from snapshotd.moves.tree_facts import TreeFacts
 from snapshotd.net.places import Places
-from snapshotd.proc import cgroup_limits, gpu_cpus, host, oom_score, tree
+from snapshotd.proc import gpu_cpus, host, oom_score, tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -149,7 +150,7 @@ class Restore:
             await link.restored(answer.restore.pid)
         with span("bind and limit"):
             await in_thread(self._bind, group.pids(), image)
-            await in_thread(_set_limits, group, image.limits)
+            await in_thread(set_limits, group, image.limits)
         entry.pid, entry.start_ticks, entry.link = root.pid, root.start_ticks, link
         self.node.ranks.put(entry)
         return Fields(
@@ -386,23 +387,3 @@ def _hold(group: Cgroup) -> None:
             raise CriuFailed("the restored processes are not stopped", where=Where.SOURCE_FROZEN)
         time.sleep(0.001)
     group.freeze(STOP_S)
-
-
-def _set_limits(group: Cgroup, limits: dict[str, str]) -> None:
-    """The limits of the job's cgroups apply here too. Last, because a restore needs more than the rank does."""
-    if not limits:
-        return
-    try:
-        wrong = cgroup_limits.unenforceable(limits, cgroup_limits.available(group.path.parent))
-        if wrong:
-            raise OSError(f"no controller for {', '.join(wrong)}")
-        used_bytes = int((group.path / "memory.current").read_text()) if "memory.max" in limits else 0
-        if used_bytes > int(limits.get("memory.max", used_bytes)):
-            raise OSError(f"the copy uses {used_bytes} bytes, memory.max is {limits['memory.max']}")
-        cgroup_limits.apply(group.path, limits)
-    except OSError as error:
-        raise Refused(
-            f"cgroup-limits: the limits of the rank's cgroups cannot be set on this node: {error}",
-            remedy="enable the controllers for the slice of snapshotd.service on the target, or choose another node",
-            where=Where.SOURCE_FROZEN,
-        ) from error

@@ -227,7 +227,7 @@ def test_request_for_memory_waits_for_a_drop(
 
 
 def test_memory_can_be_asked_for_inside_a_turn_while_another_move_is_created(tmp_path: Path) -> None:
-    """`create` waits for the turn inside the store's lock, so whoever has the turn must not need that lock."""
+    """`create` waits for the turn inside the store's lock, so a thread that has the turn must not need that lock."""
     room = Room(tmp_path / "room", "node-1")
     store = ImageStore(tmp_path / "images", room=room)
     creating = threading.Thread(target=store.create, args=(MOVE, 1 << 20), daemon=True)
