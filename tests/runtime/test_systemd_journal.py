@@ -18,17 +18,12 @@ LOG = logging.getLogger("snapshotd.moves")
 
 
 @pytest.fixture
-def journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Iterator[socket.socket]:
-    """Receives what is sent to the journal. stderr leads to it, as systemd says in the environment."""
-    del capfd  # stderr is a file
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Receives what is sent to the journal."""
     receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     receiver.bind(str(tmp_path / "socket"))
     receiver.settimeout(60)
     monkeypatch.setattr(systemd_journal, "SOCKET", tmp_path / "socket")
-    about = os.fstat(2)
-    monkeypatch.setenv("JOURNAL_STREAM", f"{about.st_dev}:{about.st_ino}")
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield receiver
@@ -38,6 +33,13 @@ def journal(
     root.setLevel(level)
     logging.captureWarnings(False)
     receiver.close()
+
+
+def lead_stderr_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """stderr leads to the journal, as systemd says in the environment. Not in a fixture: pytest makes a new file for stderr
+    when the test itself begins."""
+    about = os.fstat(2)
+    monkeypatch.setenv("JOURNAL_STREAM", f"{about.st_dev}:{about.st_ino}")
 
 
 def fields(entry: bytes) -> dict[str, str]:
@@ -52,7 +54,8 @@ def fields(entry: bytes) -> dict[str, str]:
     return found
 
 
-def test_a_record_of_a_move_has_its_fields(journal: socket.socket) -> None:
+def test_a_record_of_a_move_has_its_fields(journal: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    lead_stderr_there(monkeypatch)
     logs.set_up("text", "info", node="node-1")
     with move_context(move="m-0123456789ab", rank="job-3-00c0ffee", phase="freeze"):
         LOG.warning("stopped %d processes\nMOVE_ID=m-forged", 4)
@@ -70,7 +73,10 @@ def test_a_record_of_a_move_has_its_fields(journal: socket.socket) -> None:
     assert "MOVE_ID" not in fields(journal.recv(65536))
 
 
-def test_what_the_journal_does_not_take_is_on_stderr(journal: socket.socket, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_the_journal_does_not_take_is_on_stderr(
+    journal: socket.socket, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead_stderr_there(monkeypatch)
     logs.set_up("text", "info", node="node-1")
     LOG.info("long %s", "x" * (1 << 23))
     journal.close()
@@ -94,7 +100,11 @@ def test_stderr_elsewhere_gets_text(
     assert capfd.readouterr().err.endswith("moves    text\n")
 
 
-def test_json_is_written_where_it_was_asked_for(journal: socket.socket, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("journal")
+def test_json_is_written_where_it_was_asked_for(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead_stderr_there(monkeypatch)
     logs.set_up("json", "info", node="node-1")
     LOG.info("text")
     assert capfd.readouterr().err.startswith("{")
