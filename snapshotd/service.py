@@ -63,6 +63,7 @@ from snapshotd.moves.where import where_of
 from snapshotd.net import addresses
 from snapshotd.network.dispatch import Context, Services
 from snapshotd.proc import host
+from snapshotd.proc.memory import guests_room
 from snapshotd.proc.room import Room
 from snapshotd.progress.sampler import Sampler
 from snapshotd.runtime import faults, metrics
@@ -228,7 +229,7 @@ class Daemon:
             kernel=host.kernel(),
             architecture=host.architecture(),
             criu_version=config.criu_version,
-            memory_available_bytes=(await in_thread(self.node.room.free)).bytes,
+            memory_available_bytes=await in_thread(self._memory_for_ranks),
             image_capacity_bytes=await in_thread(self.node.store.capacity_bytes),
             image_held_bytes=held,
             ranks=sum(1 for entry in self.node.ranks.all() if not entry.away_node),
@@ -242,6 +243,11 @@ class Daemon:
             now_unix_s=time.time(),
             protocol=protocol.own(),
         )
+
+    def _memory_for_ranks(self) -> int:
+        """Not limited by this daemon's own cgroups, which are not charged with a rank. What this daemon itself needs for a
+        move is reserved when it begins (snapshotd/transport/image/store.py)."""
+        return min(self.node.room.free(own_groups=False).bytes, guests_room()[1])
 
     def _running_moves(self) -> int:
         running = [moving for steps in (self.source, self.target) for moving in steps.moves.values()]

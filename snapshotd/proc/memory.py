@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from snapshotd.proc import cgroup_paths, meminfo, mountinfo
+from snapshotd.proc import cgroup, cgroup_paths, meminfo, mountinfo
 from snapshotd.proc.files import read_text
 
 THIS_NODE = "this node"
@@ -27,6 +27,16 @@ def memory_room(pid: int) -> list[tuple[str, int]]:
     """What limits the process, and how many bytes that leaves it; the tightest limit first."""
     groups = cgroup_rooms(read_text(f"/proc/{pid}/cgroup"), read_text("/proc/self/mountinfo"))
     return sorted([(THIS_NODE, meminfo.available_bytes()), *groups], key=lambda room: room[1])
+
+
+def guests_room() -> tuple[str, int]:
+    """The tightest of the limits of a rank that comes to this node. Its cgroup (v2) is beside this daemon's; in a hierarchy
+    of version 1 it stays in the daemon's."""
+    root = mountinfo.cgroup2_root()
+    own = (line for line in read_text("/proc/self/cgroup").splitlines() if root is None or not line.startswith("0::"))
+    guests = [f"0::/{cgroup.for_guests().relative_to(root)}"] if root is not None else []
+    groups = cgroup_rooms("\n".join([*own, *guests]), read_text("/proc/self/mountinfo"))
+    return min([(THIS_NODE, meminfo.available_bytes()), *groups], key=lambda room: room[1])
 
 
 def cgroup_rooms(membership: str, mounts: str) -> Iterator[tuple[str, int]]:
@@ -56,9 +66,13 @@ class OwnRoom:
             opened += fds
             self._groups.append((folder, (fds[0], fds[1], fds[2]), cache))
 
+    def node(self) -> tuple[str, int]:
+        """What this node has left, whatever its cgroups allow this process. Raises OSError after `close`."""
+        return THIS_NODE, meminfo.parse_available(_read(self._meminfo))
+
     def tightest(self) -> tuple[str, int]:
         """What limits this process most, and how many bytes that leaves it."""
-        found = (THIS_NODE, meminfo.parse_available(_read(self._meminfo)))
+        found = self.node()
         for folder, fds, cache in self._groups:
             with contextlib.suppress(OSError):  # a group that was removed limits nothing
                 room = _left(_read(fds[0]), _read(fds[1]), _read(fds[2]), cache)
@@ -68,7 +82,7 @@ class OwnRoom:
 
     def close(self) -> None:
         """Idempotent."""
-        self._groups = []
+        self._groups, self._meminfo = [], -1
         self._closing()
 
 

@@ -34,7 +34,7 @@ _DIGITS = 20
 class Free:
     """What a further reservation may use, and how it was computed."""
 
-    left_bytes: int  # to this daemon: the node's available memory, or what the tightest cgroup leaves
+    left_bytes: int  # the node's available memory, or what the tightest cgroup of this daemon leaves
     limited_by: str
     reserved_bytes: int  # by moves, and not taken yet
 
@@ -78,13 +78,13 @@ class Room:
         """What is checked and reserved inside is not promised to any other move. Re-entrant."""
         with self._lock:
             self._depth += 1
-            if self._depth == 1:
+            if self._depth == 1 and self._turn_fd >= 0:
                 fcntl.flock(self._turn_fd, fcntl.LOCK_EX)
             try:
                 yield
             finally:
                 self._depth -= 1
-                if not self._depth:
+                if not self._depth and self._turn_fd >= 0:  # closed: its number may be another file's by now
                     self._write()
                     fcntl.flock(self._turn_fd, fcntl.LOCK_UN)
 
@@ -93,6 +93,13 @@ class Room:
         with self._lock:
             self._reserved[purpose] = untaken
 
+    def shrink(self, purpose: str, taken: Callable[[], int]) -> None:
+        """From now on what `taken` returns is taken of the reservation: it is used, and so it is not free either."""
+        with self._lock:
+            untaken = self._reserved.get(purpose)
+            if untaken is not None:
+                self._reserved[purpose] = lambda: max(0, untaken() - max(0, taken()))
+
     def give_up(self, purpose: str) -> None:
         """Nothing is reserved for this any more. Idempotent."""
         with self._lock:
@@ -100,9 +107,10 @@ class Room:
         if known is not None:
             self.state()
 
-    def free(self, *, without: str = "") -> Free:
-        """What a further reservation may use. `without`: a purpose that does not count, because its own is asked for."""
-        limited_by, left_bytes = self._own.tightest()
+    def free(self, *, without: str = "", own_groups: bool = True) -> Free:
+        """What a further reservation may use. `without`: a purpose that does not count, because its own is asked for.
+        `own_groups`: False for memory that this daemon's cgroups are not charged with, because a rank will use it."""
+        limited_by, left_bytes = self._own.tightest() if own_groups else self._own.node()
         with self._lock:
             own = sum(untaken() for purpose, untaken in self._reserved.items() if purpose != without)
         return Free(left_bytes, limited_by, own + self._others_bytes())
@@ -120,7 +128,7 @@ class Room:
         """Gives everything up."""
         with self._lock, contextlib.suppress(OSError):
             (self._folder / self._name).unlink(missing_ok=True)
-            self._file = -1
+            self._file = self._turn_fd = -1
             self._closing()
             self._own.close()
 

@@ -21,9 +21,10 @@ from snapshotd.api.errors import (
     SnapshotError,
     Timeout,
     Unreachable,
+    Where,
 )
 from snapshotd.inprocess import devmem
-from snapshotd.moves.device import refill, stripe_files
+from snapshotd.moves.device import checkpoint_room, refill, stripe_files
 from snapshotd.moves.device.memory import Lost
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import Journal
@@ -77,6 +78,22 @@ async def test_abort_before_the_freeze_drops_what_was_prepared(
     assert source.channel.closed
     assert not (source.node.config.image_dir / "parked").exists()
     assert (source.log.last_mark, entry.moving) == (Mark.SETTLED, "")
+
+
+async def test_undo_that_cannot_finish_keeps_no_reservation(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait for hours until there is room on the GPU again, and other moves need the memory."""
+
+    async def no_room(departure: Departure, moving: Any) -> None:
+        raise GpuFailed("there is no room on the GPU")
+
+    monkeypatch.setattr(Departure, "_let_run", no_room)
+    process = next(iter(source.memories))
+    checkpoint_room.reserve(source.node, MOVE, process.pid, SIZE, "because", Where.SOURCE_RUNNING)
+    assert source.node.room.free().reserved_bytes == SIZE
+    communicators: Any = SimpleNamespace()
+    with pytest.raises(GpuFailed, match="no room"):
+        await Departure(source.node, communicators).thaw(source.moving)
+    assert source.node.room.free().reserved_bytes == 0
 
 
 async def test_undo_continues_if_a_drop_fails(source: Source, caplog: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
 import subprocess
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from snapshotd.api.errors import Full
-from snapshotd.proc import memory
+from snapshotd.proc import cgroup, memory, mountinfo
+from snapshotd.proc.memory import OwnRoom
 from snapshotd.proc.room import Room
 from snapshotd.transport.image.store import ImageStore
 from tests.proc.memory_group import limited
@@ -129,6 +131,29 @@ def test_own_room_is_that_of_the_tightest_cgroup() -> None:
     assert done.stdout.split() == ["True"] * 3
 
 
+def test_memory_of_ranks_is_not_limited_by_the_daemons_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are charged to cgroups beside the daemon's, below the same slice."""
+    slice_bytes, daemon_bytes = 6 << 20, 1 << 20
+    for group, limit in (("slice", slice_bytes), ("slice/daemon", daemon_bytes)):
+        folder = tmp_path / group
+        folder.mkdir()
+        for name, text in (("memory.max", f"{limit}"), ("memory.current", "0"), ("memory.stat", "")):
+            (folder / name).write_text(text)
+    texts = {
+        "/proc/self/cgroup": "0::/slice/daemon\n",
+        "/proc/self/mountinfo": f"1 0 0:1 / {tmp_path} rw - cgroup2 none rw\n",
+    }
+    monkeypatch.setattr(memory, "read_text", texts.__getitem__)
+    monkeypatch.setattr(mountinfo, "cgroup2_root", lambda mounts=None: tmp_path)
+    monkeypatch.setattr(cgroup, "for_guests", lambda: tmp_path / "slice/snapshotd-ranks")
+    assert OwnRoom().tightest() == (f"cgroup {tmp_path}/slice/daemon", daemon_bytes)
+    assert memory.guests_room() == (f"cgroup {tmp_path}/slice", slice_bytes)
+    room = Room(tmp_path / "memory", "a")
+    assert room.free().bytes == daemon_bytes
+    assert room.free(own_groups=False).bytes > slice_bytes
+    room.close()
+
+
 def test_pressure_is_read_where_the_kernel_measures_it(tmp_path: Path) -> None:
     file = tmp_path / "memory"
     assert memory.stalled_percent(str(file)) == 0
@@ -158,3 +183,33 @@ def test_forgotten_room_keeps_no_descriptor(tmp_path: Path) -> None:
     room.close()
     room.close()
     assert opened() == before
+
+
+def test_closed_room_locks_no_file_that_has_its_number_now(tmp_path: Path) -> None:
+    room = Room(tmp_path / "memory", "a")
+    number = room._turn_fd
+    room.close()
+    path = tmp_path / "file"
+    path.touch()
+    opened = os.open(path, os.O_RDWR)
+    try:
+        os.dup2(opened, number)  # as if it had been opened under that number
+        with room.turn(), open(path) as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(opened)
+        with contextlib.suppress(OSError):
+            os.close(number)
+
+
+def test_reservation_shrinks_by_what_is_taken(two: list[Room]) -> None:
+    here, there = two
+    taken = [0]
+    here.shrink("checkpoint", lambda: taken[0])  # nothing is reserved
+    here.count("checkpoint", lambda: 100)
+    here.shrink("checkpoint", lambda: taken[0])
+    for taken[0], left in ((-5, 100), (30, 70), (400, 0)):
+        here.state()
+        assert there.free().reserved_bytes == left
+    here.give_up("checkpoint")
+    assert here.free().reserved_bytes == 0

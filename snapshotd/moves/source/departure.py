@@ -58,6 +58,9 @@ class Departure:
     async def thaw(self, moving: Moving) -> None:
         """ABORT stands: lets the copy here continue if its keeper is alive. Otherwise ends it."""
         move_log = moving.log
+        await in_thread(
+            checkpoint_room.give_up, self.node, move_log.move
+        )  # an undo may have to wait for room on the GPU
         if moving.offload is not None:
             await moving.offload.close()
         if move_log.begin.coordinator:

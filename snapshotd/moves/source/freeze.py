@@ -6,6 +6,7 @@ If a part in between fails, `Departure.thaw` brings the rank back from any state
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
 
@@ -95,10 +96,13 @@ async def freeze(
         await in_thread(moving.log.mark, Mark.FREEZING, gpu_uses=uses, device_bytes=memory.total(uses))
 
     async def offload_all() -> int:
-        if moving.offload is None:
-            return 0
-        parked = standstill.parked_ones(processes, held_copy.processes(nccl))
-        return await moving.offload.out(node.gpus, processes, parts, lambda: standstill.stop_others(group, parked))
+        size = 0
+        if moving.offload is not None:
+            parked = standstill.parked_ones(processes, held_copy.processes(nccl))
+            stop_others = functools.partial(standstill.stop_others, group, parked)
+            size = await moving.offload.out(node.gpus, processes, parts, stop_others)
+        await in_thread(checkpoint_room.begins, node, move, processes)
+        return size
 
     try:
         with span("device memory"):
