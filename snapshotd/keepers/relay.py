@@ -163,13 +163,15 @@ class Relays:
         entry, key = self._home_entry(metadata, caller)
         link = entry.link
         assert link is not None
-        if (entry.away_node, entry.holder_key or entry.relay_key) != (caller, key):
-            before = entry.away_node, entry.holder_key
-            entry.away_node, entry.holder_key = caller, key
+        ended_by = "" if relay_keys.comes_back(entry, metadata) else entry.ended_by
+        before = entry.away_node, entry.holder_key, entry.coordinator_node, entry.ended_by
+        after = caller, key, metadata.get("coordinator", ""), ended_by
+        if after != (before[0], entry.holder_key or entry.relay_key, *before[2:]):
+            entry.away_node, entry.holder_key, entry.coordinator_node, entry.ended_by = after
             try:
                 self.node.ranks.put(entry)  # before the answer: the caller then forgets the former keys
             except OSError:
-                entry.away_node, entry.holder_key = before
+                entry.away_node, entry.holder_key, entry.coordinator_node, entry.ended_by = before
                 raise
         if (old := self._in.get(entry.uid)) is not None:
             old.cancel()

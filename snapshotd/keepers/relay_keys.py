@@ -7,6 +7,9 @@ answers, and from then on refuses the old one. An undone move leaves a key on it
 Each key is recorded with the rank's entry before it is used. A node presents the former keys until the home node has
 answered, and its own one always. So a daemon may end at any point: whichever of the two keys the home node has recorded,
 the node presents it. A rank that moves on while its home node is unreachable takes the former keys along.
+
+With its key a node names the coordinator that may end its copy. The home node takes that from no other node: whoever could
+end a copy could come back with a key made from the record that ended it (`after_end`). Such a key is accepted once.
 """
 
 from __future__ import annotations
@@ -56,7 +59,12 @@ def presented(entry: RankEntry) -> dict[str, str]:
     """The metadata of a relay."""
     if not entry.own_key:  # restored by a daemon that did not replace keys
         return {"rank-uid": entry.uid, "relay-key": entry.relay_key}
-    return {"rank-uid": entry.uid, "relay-key": " ".join(entry.former_keys), "relay-next": entry.own_key}
+    return {
+        "rank-uid": entry.uid,
+        "relay-key": " ".join(entry.former_keys),
+        "relay-next": entry.own_key,
+        "coordinator": entry.coordinator_node,
+    }
 
 
 def check(entry: RankEntry, metadata: Mapping[str, str]) -> str | None:
@@ -64,15 +72,21 @@ def check(entry: RankEntry, metadata: Mapping[str, str]) -> str | None:
     expected = entry.holder_key or entry.relay_key
     own = metadata.get("relay-next", "")
     former = metadata.get("relay-key", "").split(" ")
-    if entry.ended_by and KEY.fullmatch(own):
-        again = after_end(entry.relay_key, entry.ended_by)
-        if any(_same(key, again) for key in former):
-            return own
+    if comes_back(entry, metadata):
+        return own
     if _same(own, expected):
         return own
     if any(_same(key, expected) for key in former):
         return own if KEY.fullmatch(own) else expected
     return None
+
+
+def comes_back(entry: RankEntry, metadata: Mapping[str, str]) -> bool:
+    """On the home node: whether the caller has restored the rank after its copy was ended (`after_end`)."""
+    if not entry.ended_by or not KEY.fullmatch(metadata.get("relay-next", "")):
+        return False
+    again = after_end(entry.relay_key, entry.ended_by)
+    return any(_same(key, again) for key in metadata.get("relay-key", "").split(" "))
 
 
 def _same(key: str, expected: str) -> bool:

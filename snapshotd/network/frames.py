@@ -19,7 +19,7 @@ MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 1024
 LENGTH = struct.Struct("!I")
 
 #: The metadata of calls that servicers need; other metadata is not passed on.
-METADATA_KEYS = frozenset({"move", "rank-uid", "relay-key", "relay-next"})
+METADATA_KEYS = frozenset({"move", "rank-uid", "relay-key", "relay-next", "coordinator"})
 #: Not in the .proto: the network process asks for the text that it serves as metrics.
 METRICS = "/metrics"
 

@@ -111,6 +111,27 @@ async def test_key_that_cannot_be_recorded_is_not_accepted(home: Any, monkeypatc
     await relay(home, "node-3", **known)
 
 
+async def test_home_node_learns_the_coordinator_from_the_node_that_has_the_rank(home: Any) -> None:
+    known = {"rank-uid": UID, "relay-key": FIRST, "relay-next": "2" * 32, "coordinator": "node-7"}
+    await relay(home, "node-2", **known)
+    await relay(home, "node-2", **(known | {"coordinator": "node-8"}))  # a snapshot binds it while the relay is up
+    restarted = Ranks(home.ranks.folder.parent).get(UID, "home")
+    assert restarted is not None
+    assert restarted.coordinator_node == "node-8"
+    with pytest.raises(Denied):
+        await relay(home, "node-3", **(known | {"relay-next": "3" * 32, "coordinator": "node-3"}))
+    assert home.ranks.get(UID, "home").coordinator_node == "node-8"
+
+
+async def test_key_made_from_the_record_that_ended_a_copy_is_accepted_once(home: Any) -> None:
+    home.ranks.get(UID, "home").ended_by = "m-0000000000aa"
+    again = {"rank-uid": UID, "relay-key": relay_keys.after_end(FIRST, "m-0000000000aa"), "relay-next": "2" * 32}
+    await relay(home, "node-2", **again)
+    await relay(home, "node-2", **again)  # the answer was lost
+    with pytest.raises(Denied):
+        await relay(home, "node-3", **(again | {"relay-next": "3" * 32}))
+
+
 @pytest.mark.parametrize("key", ["", " ", "1" * 32, FIRST[:-1], FIRST + "0", f"{FIRST},{FIRST}"])
 async def test_other_keys_are_denied(home: Any, key: str) -> None:
     with pytest.raises(Denied):

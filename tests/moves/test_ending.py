@@ -101,3 +101,16 @@ async def test_home_keeper_learns_that_its_rank_is_away_before_the_rank_is_ended
     assert place.told == [(RECORD, "node-2")]
     assert place.ranks.get(UID, "home") is place.entry
     assert place.entry.away_node == "node-2"
+
+
+@pytest.mark.parametrize("coordinator", ["", "node-1"])
+async def test_home_entry_of_a_rank_elsewhere_is_changed_by_its_coordinator_alone(
+    tmp_path: Path, coordinator: str
+) -> None:
+    """A node that has had the rank could come back with a key made from a record that it has made up."""
+    place = Place(tmp_path, "home", "", coordinator)
+    place.entry.away_node = "node-3"
+    await place.end("", caller="node-4")
+    assert place.entry.ended_by == ""
+    await place.end("", caller="node-1")
+    assert place.entry.ended_by == (RECORD if coordinator else "")

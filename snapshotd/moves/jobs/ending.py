@@ -40,7 +40,7 @@ class Endings:
         for uid in request.rank_uids:
             await in_thread(self.node.ranks.end, check_rank_uid(uid), request.incarnation, caller)
             home = self.node.ranks.get(uid, "home")
-            if home is not None and home.coordinator_node in {"", caller} and home.ended_by != request.record:
+            if home is not None and home.coordinator_node == caller and home.ended_by != request.record:
                 home.ended_by = request.record  # it comes back with a key made from this
                 await in_thread(self.node.ranks.update, home)
         asked = [entry for entry in self._ended_ones() if entry.uid in request.rank_uids]

@@ -89,6 +89,8 @@ class Departure:
             entry.coordinator_node, entry.coordinator_endpoint = begin.coordinator_node, begin.coordinator_endpoint
             entry.tethered = True
             await in_thread(self.node.ranks.update, entry)
+            if entry.link is not None:
+                entry.link.key_changed.set()  # a guest's relay tells the home node who may end the rank
         await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s)
         moving.wake()
 
