@@ -8,9 +8,10 @@ snapshot, `rollback.py` brings a job back to one, `finding.py` finds jobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from migrator.cluster import Cluster
+from migrator.find_rank import Found
 from migrator.job_results import JobOptions, JobResult
 from migrator.jobs.finding import coordinator_of, find_running, find_suspended
 from migrator.jobs.resume import Resumption
@@ -28,7 +29,7 @@ async def suspend(cluster: Cluster, options: JobOptions, on_event: Callable[[Eve
 
     Raises only for what is wrong before a daemon was asked to change anything. Every later failure is in the result."""
     found, warnings = await find_running(cluster, options.job, options.user_id)
-    run = Suspension(cluster, options, found, on_event)
+    run = Suspension(cluster, options, found, await _coordinator(cluster, found), on_event)
     run.warnings += warnings
     return await drive(run)
 
@@ -36,10 +37,15 @@ async def suspend(cluster: Cluster, options: JobOptions, on_event: Callable[[Eve
 async def snapshot(cluster: Cluster, options: JobOptions, on_event: Callable[[Event], None]) -> JobResult:
     """Takes a snapshot of a job, whose ranks go on. If it is cancelled before COMMIT, the snapshot before it is kept."""
     found, warnings = await find_running(cluster, options.job, options.user_id)
-    coordinator = await coordinator_of(cluster, found[0].rank.job, found[0].rank.user_id)
-    run = Snapshot(cluster, options, found, coordinator, on_event)
+    run = Snapshot(cluster, options, found, await _coordinator(cluster, found), on_event)
     run.warnings += warnings
     return await drive(run)
+
+
+async def _coordinator(cluster: Cluster, found: Sequence[Found]) -> str:
+    """The node that keeps the job's last snapshot: no other one may suspend it or take the next one. If there is none, the
+    node of the lowest rank."""
+    return await coordinator_of(cluster, {one.rank.uid for one in found}) or found[0].node
 
 
 async def resume(cluster: Cluster, options: JobOptions, on_event: Callable[[Event], None]) -> JobResult:

@@ -111,10 +111,10 @@ async def image_sizes(cluster: Cluster) -> dict[tuple[str, str], int]:
     }
 
 
-async def coordinator_of(cluster: Cluster, job: str, user_id: int) -> str:
-    """The node that keeps the newest snapshot of a job; empty: there is none."""
+async def coordinator_of(cluster: Cluster, uids: Collection[str]) -> str:
+    """The node that keeps the newest snapshot of the job with these ranks; empty: there is none."""
     found, _ = await all_jobs(cluster)
-    mine = [one for one in found if one.is_snapshot and (one.record.job, one.record.user_id) == (job, user_id)]
+    mine = [one for one in found if one.is_snapshot and any(part.rank_uid in uids for part in one.record.participants)]
     return mine[0].node if mine else ""
 
 

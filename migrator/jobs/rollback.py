@@ -22,7 +22,7 @@ from migrator.jobs.resume import Resumption
 from migrator.jobs.walk import drive, each, new_id
 from migrator.results import Event
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import NotFound, OutcomeUnknown, Refused, SnapshotError, Unreachable, Where
+from snapshotd.api.errors import Ambiguous, NotFound, OutcomeUnknown, Refused, SnapshotError, Unreachable, Where
 
 ASK_S = 10.0
 #: How long the nodes have to end the incarnation. One that is cut off counts after half a minute.
@@ -38,6 +38,7 @@ async def rollback(cluster: Cluster, options: JobOptions, on_event: Callable[[Ev
     mine = mine_of(found, options.job, options.user_id)
     waiting = [entry for entry in mine if entry.record.kind == "rollback" and entry.suspended]
     if waiting:
+        _of_one_job([*waiting, *(entry for entry in mine if entry.is_snapshot)], options.job)
         decided, on = waiting[0], await _targets_again(cluster, waiting[0], options)
         if options.lost:
             request = pb.RollbackRequest(record=decided.record.record, lost_nodes=sorted(options.lost))
@@ -68,7 +69,7 @@ async def _decide(cluster: Cluster, mine: Sequence[JobEntry], options: JobOption
             f"no node that answers keeps a snapshot of job {options.job}",
             remedy="`migrator job list` shows the snapshots; the node that keeps the record may not answer",
         )
-    entry = snapshots[0]
+    entry = _of_one_job(snapshots, options.job)
     infos = await node_infos(cluster)
     usable = [node for node in cluster.nodes if node in infos and node not in options.lost]
     places = await _places(cluster, entry.record, usable)
@@ -86,6 +87,20 @@ async def _decide(cluster: Cluster, mine: Sequence[JobEntry], options: JobOption
         listed = await client.job.List(pb.ListJobsRequest(), timeout_s=ASK_S)
     record = next(one for one in listed.jobs if one.record == request.record)
     return JobEntry(entry.node, record), on
+
+
+def _of_one_job(snapshots: Sequence[JobEntry], job: str) -> JobEntry:
+    """The newest one. Raises Ambiguous if they are of several jobs, which had the same name one after the other."""
+    newest = snapshots[0]
+    ranks = {part.rank_uid for part in newest.record.participants}
+    others = [one for one in snapshots if not ranks & {part.rank_uid for part in one.record.participants}]
+    if others:
+        listed = ", ".join(one.record.record for one in (newest, *others))
+        raise Ambiguous(
+            f"several jobs that were called {job} have snapshots: {listed}",
+            remedy="name one by its record; `migrator job list` shows when each was taken, and on which nodes",
+        )
+    return newest
 
 
 async def _places(cluster: Cluster, record: pb.JobRecord, usable: Sequence[str]) -> dict[int, Place]:

@@ -31,9 +31,7 @@ class Snapshot(Suspension):
         coordinator: str,
         on_event: Callable[[Event], None],
     ) -> None:
-        """`coordinator`: the node that keeps the job's last snapshot; empty: it has none."""
-        super().__init__(cluster, options, found, on_event)
-        self.coordinator = coordinator or self.coordinator
+        super().__init__(cluster, options, found, coordinator, on_event)
         self.incarnations = [one.rank.incarnation for one in found]
         self.facts: dict[str, pb.RankFacts] = {}  # by rank uid
         self.nonces: dict[str, bytes] = {}  # by move

@@ -26,10 +26,15 @@ class Suspension(JobRun):
     takes_snapshot = False
 
     def __init__(
-        self, cluster: Cluster, options: JobOptions, found: Sequence[Found], on_event: Callable[[Event], None]
+        self,
+        cluster: Cluster,
+        options: JobOptions,
+        found: Sequence[Found],
+        coordinator: str,
+        on_event: Callable[[Event], None],
     ) -> None:
         super().__init__(cluster, options, found[0].rank.job, found[0].rank.user_id, on_event)
-        self.coordinator = found[0].node
+        self.coordinator = coordinator
         self.looks: dict[str, str] = {}  # by the rank's uid: its source's name for what Inspect found
         self.answering: set[str] = set()  # nodes
         self.participants = [

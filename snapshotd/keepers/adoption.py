@@ -192,7 +192,8 @@ class Adoption:
             await in_thread(self.node.ranks.bury, entry)
             self.forwarding.withdraw(entry)
             return
-        if (moving := self.source.moves.get(entry.moving)) is not None:
+        moving = self.source.moves.get(entry.moving)
+        if moving is not None and not moving.log.known.continued:  # else its snapshot does not need the rank any more
             reason = f"the rank's {entry.role} keeper was killed"
             if entry.role == "home":
                 await self.source.abandon(entry.moving, reason)

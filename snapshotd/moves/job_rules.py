@@ -219,6 +219,20 @@ def silent_node(silent_s: float) -> Ended:
     return Ended.CUT_OFF if silent_s >= FENCED_S else Ended.SILENT
 
 
+def may_not_end(bound_to: str, coordinator: str) -> str:
+    """Why a copy of an incarnation that this coordinator has ended must not be ended in its word; empty: it may be. As long
+    as there is such a copy, its node has not ended the incarnation."""
+    if bound_to == coordinator:
+        return ""
+    return f"its coordinator is {bound_to}" if bound_to else "it has no coordinator: no snapshot of it is complete here"
+
+
+def unbound(parts: Mapping[str, Part], lost_nodes: Collection[str]) -> list[str]:
+    """The nodes that may have ranks which are not bound to the coordinator of a snapshot yet: the job must not be rolled back
+    to it, because these ranks would go on. `parts`: the answer of each node with ranks, the worst one."""
+    return [node for node, part in parts.items() if part is not Part.DONE and node not in lost_nodes]
+
+
 def rollback_next(answers: Mapping[str, Ended]) -> tuple[JobDecision, str]:
     """The coordinator's next action. `answers`: of all nodes, except those that an operator has declared dead."""
     if all(answer in OVER for answer in answers.values()):

@@ -50,7 +50,7 @@ class Cluster:
 
 
 def suspension(cluster: Any) -> Suspension:
-    return Suspension(cluster, JobOptions("night"), RANKS, lambda event: None)
+    return Suspension(cluster, JobOptions("night"), RANKS, RANKS[0].node, lambda event: None)
 
 
 def resumption(cluster: Any) -> Resumption:

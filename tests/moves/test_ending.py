@@ -63,9 +63,17 @@ async def test_guest_of_that_incarnation_is_ended(tmp_path: Path, killed: list[s
 
 async def test_copies_of_another_incarnation_or_another_coordinator_stay(tmp_path: Path) -> None:
     place = Place(tmp_path, "guest", RECORD)
-    await place.end(OTHER)
-    await place.end("")
-    await place.end(RECORD, caller="node-3")
+    assert await place.end(OTHER) == []
+    assert await place.end("") == []
+    assert await place.end(RECORD, caller="node-3") == ["rank 0: its coordinator is node-1"], (
+        "it runs, and is waited for"
+    )
+    assert place.lost == []
+
+
+async def test_copy_that_is_not_bound_to_a_coordinator_yet_is_waited_for(tmp_path: Path) -> None:
+    place = Place(tmp_path, "guest", RECORD, coordinator="")
+    assert await place.end(RECORD) == ["rank 0: it has no coordinator: no snapshot of it is complete here"]
     assert place.lost == []
 
 

@@ -26,6 +26,8 @@ class Coordinating(Rolling):
                 raise Refused("processes of the former incarnation may run")
             if any(r.suspension == suspension and r.taken_back and not r.ended for r in self.journal.values()):
                 raise Refused("the copies of a resumption that was taken back may still run")
+        elif self.rolled_back(node):
+            raise Refused("rolled back")
         self.event(node, "mark begun")
         words = [part.split() for part in parts]
         listed = [(one[0], one[1], one[2], one[3]) for one in words]
@@ -34,6 +36,7 @@ class Coordinating(Rolling):
         self.journal[node, name] = Record(
             "job", Mark.BEGUN, parts=listed, copies=copies, suspension=suspension, kind=kind
         )
+        self.journal[node, name].incarnation = next((c.incarnation for c in self.copies if c.running), "")
         return None
 
     def resumed(self, suspension: str) -> bool:
@@ -50,6 +53,8 @@ class Coordinating(Rolling):
             ready, why = job_rules.may_commit(self.ask_parts(node, record))
             if not ready:
                 raise Refused(why)
+            if not record.suspension and self.rolled_back(node):
+                raise Refused("rolled back")
             self.decide(node, record, Outcome.COMMIT)
             self.protected |= record.kind == "snapshot"
         return record.outcome

@@ -68,7 +68,7 @@ class Restoring(JobWorld):
             if (node, move) not in self.received:
                 raise Refused("no image")
             self.put(node, record, Mark.RESTORING)
-            record.copy = Copy(record.rank, node, record.coordinator)
+            record.copy = Copy(record.rank, node, record.coordinator, bound_to=NODES[0])
             self.copies.append(record.copy)
             self.event(node, "criu restore")
             self.put(node, record, Mark.HELD)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from snapshotd.moves import job_rules
-from snapshotd.moves.job_rules import Answer, Ended, JobDecision
+from snapshotd.moves.job_rules import Answer, Ended, JobDecision, Part
 from snapshotd.moves.rules import Mark, Outcome
 from tests.protocol.job_world import NODES, JobWorld, Lost, Record, Refused
 
@@ -20,6 +20,12 @@ class Rolling(JobWorld):
                 raise Refused("busy")
         if self.rolled_back(node):
             raise Refused("rolled back already")
+        later = list(self.journal)[list(self.journal).index((node, snapshot)) :]
+        for key in later:
+            other = self.journal[key]
+            if other.role == "job" and not other.kind and not other.suspension and other.outcome is Outcome.COMMIT:
+                raise Refused("suspended since")
+        self.must_be_kept(node, taken)
         for record in self.journal.values():
             if record.role == "job" and record.kind == "snapshot":
                 self.decide(node, record, Outcome.ABORT)
@@ -30,6 +36,17 @@ class Rolling(JobWorld):
         made.ends = self.incarnation(snapshot)
         made.snapshot = snapshot
         return self.decide(node, made, Outcome.COMMIT)
+
+    def must_be_kept(self, node: str, snapshot: Record) -> None:
+        """Refuses unless every rank is bound to the coordinator, or its node was declared dead."""
+        parts: dict[str, Part] = {}
+        for at, move, _, _ in [] if snapshot.ended else snapshot.parts:
+            try:
+                parts[at] = Part(str(self.call(node, at, "part", move)))
+            except Lost:
+                parts[at] = Part.UNREACHABLE
+        if job_rules.unbound(parts, self.declared):
+            raise Refused("not every rank is bound yet")
 
     def rolled_back(self, node: str) -> str:
         """The rollback that was decided, and not followed by a resumption."""
@@ -46,7 +63,7 @@ class Rolling(JobWorld):
             for (_, name), r in self.journal.items()
             if r.role == "job" and r.suspension in rollbacks and r.outcome is Outcome.COMMIT
         ]
-        return found[-1] if found else ""
+        return found[-1] if found else self.journal[NODES[0], snapshot].incarnation
 
     def settle_rollback(self, node: str, name: str) -> None:
         record = self.journal[node, name]
@@ -73,6 +90,11 @@ class Rolling(JobWorld):
         self.event(node, "record that the incarnation has ended")
         self.over.add((node, incarnation))
         self.end_over(node)
+        for copy in self.copies:
+            if copy.node == node and copy.alive and copy.incarnation == incarnation:
+                if why := job_rules.may_not_end(copy.bound_to, NODES[0]):
+                    raise Refused(why)
+                raise Refused("a held copy waits for the outcome of its move")
         return None
 
     def end_over(self, node: str) -> None:
@@ -81,18 +103,19 @@ class Rolling(JobWorld):
             r.copy for (at, _), r in self.journal.items() if at == node and r.role == "target" and r.mark is Mark.HELD
         ]
         for copy in self.copies:
-            if copy.node == node and copy.alive and (node, copy.incarnation) in self.over and copy not in held:
+            if copy.node != node or not copy.alive or copy in held or (node, copy.incarnation) not in self.over:
+                continue
+            if copy.bound_to:
                 self.event(node, "end a rank")
                 copy.alive = copy.running = False
 
     def pass_time(self) -> None:
         """So long that nodes that are cut off have ended their ranks, and a coordinator counts them."""
-        protected = self.protected
         for node in NODES:
             cut = node in self.cut or NODES[0] in self.cut
-            if cut and self.up[node] and node != NODES[0] and protected:
+            if cut and self.up[node] and node != NODES[0]:
                 for copy in self.copies:
-                    if copy.node == node:
+                    if copy.node == node and copy.bound_to:
                         self.over.add((node, copy.incarnation))
                 self.end_over(node)
             if (cut and self.up[node]) or node in self.off:

@@ -100,6 +100,8 @@ class Storing(JobWorld):
                     self.event(node, "mark continued")
                     record.continued = True
                 case StoreDecision.KEEP:
+                    if record.copy is not None and record.copy.alive:
+                        record.copy.bound_to = NODES[0]
                     self.put(node, record, Mark.SETTLED)
                 case StoreDecision.RELEASE:
                     self.event(node, "end the processes")

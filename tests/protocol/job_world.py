@@ -46,6 +46,7 @@ class Copy:
     incarnation: str  # "": the one that was started; else the record of the resumption
     running: bool = False
     alive: bool = True
+    bound_to: str = ""  # the coordinator that may end it; it ends by itself if it is cut off from it
 
 
 @dataclass
@@ -66,6 +67,7 @@ class Record:
     dropped: bool = False  # snapshot: it was given up
     ends: str = ""  # rollback: the incarnation that is over
     snapshot: str = ""  # rollback: the snapshot
+    incarnation: str = ""  # snapshot: of which incarnation
     suspension: str = ""
     taken_back: bool = False  # a resumption that was committed, and of which a copy died before it ran
     in_life: int = 0  # of the daemon, when the last mark was made
@@ -140,7 +142,7 @@ class JobWorld:
             if where == node and record.role == "target" and record.mark in (Mark.PREPARED, Mark.RESTORING):
                 self.sweep(node, move)
         for copy in self.copies:
-            if copy.node == node and (node, copy.incarnation) in self.over:
+            if copy.node == node and copy.bound_to and (node, copy.incarnation) in self.over:
                 copy.alive = copy.running = False
 
     def sweep(self, node: str, move: str) -> None:
@@ -168,6 +170,16 @@ class JobWorld:
             if copy.node == node and copy.alive:
                 copy.alive = copy.running = False
                 self.killed = True
+
+    def move(self, rank: int, to: str) -> None:
+        """A move of one rank, which is refused while a snapshot or a suspension of the rank is not settled on its node."""
+        copy = next((c for c in self.copies if c.rank == rank and c.running), None)
+        if copy is None or copy.node == to or not self.up[to] or not self.up[copy.node] or {to, copy.node} & self.cut:
+            return
+        if not any(r.copy is copy and r.role == "source" and not r.ended for r in self.journal.values()):
+            copy.alive = copy.running = False
+            over = (to, copy.incarnation) in self.over and copy.bound_to
+            self.copies.append(Copy(rank, to, copy.incarnation, not over, not over, copy.bound_to))
 
     def check(self) -> None:
         """The invariant."""

@@ -94,6 +94,71 @@ def test_any_participant_dies_at_any_event(loss: str, fault: str, soon: bool) ->
             raise
 
 
+#: What happens while a snapshot is taken, after which the job is rolled back at once.
+MEANWHILE: dict[str, Callable[[JobModel], None]] = {
+    **FAULTS,
+    "rank 1 moves": lambda model: model.move(1, "spare"),
+}
+
+
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("fault", MEANWHILE)
+def test_job_is_rolled_back_at_any_event_of_a_snapshot(fault: str, second: bool) -> None:
+    """Some nodes may not know yet that the snapshot counts: their ranks are not bound to its coordinator."""
+    count = len(snapshot_labels())
+    for event in range(count):
+        model = JobModel()
+        if second:
+            assert Taking(model, "before").run() == "done"
+            model.settle()
+            model.labels.clear()
+        model.faults[event] = MEANWHILE[fault]
+        try:
+            Taking(model, "s").run()
+            model.faults.clear()
+            RollingBack(model, "early").run()
+            model.pass_time()
+            model.settle(rounds=6)
+            assert model.unfinished() == []
+            if model.snapshot() and model.running() != [(0, "one"), (1, "spare")]:
+                assert RollingBack(model, "again").run() == "done"
+        except AssertionError as error:
+            error.add_note(f"{fault} at event {event}, {model.labels[event]}")
+            raise
+
+
+@cache
+def snapshot_labels() -> tuple[str, ...]:
+    model = JobModel()
+    assert Taking(model, "s").run() == "done"
+    return tuple(model.labels)
+
+
+def test_no_snapshot_is_taken_of_an_incarnation_that_is_over() -> None:
+    model, _ = walked("rank 1 has died")
+    for copy in model.copies:
+        copy.alive = copy.running = True
+    model.call(DRIVER, NODES[0], "job_rollback", "r", "s")  # and no node was asked to end its ranks yet
+    assert Taking(model, "late").run() == "undone"
+    assert Attempt(model, "suspended").run() == "undone"
+    model.settle()
+    assert model.snapshot() == "s"
+    assert RollingBack(model, "b").run() == "done"
+
+
+def test_a_suspended_job_is_not_rolled_back() -> None:
+    model = JobModel()
+    assert Taking(model, "s").run() == "done"
+    model.settle()
+    assert Attempt(model, "x").run() == "done"
+    assert RollingBack(model, "b").run() == "refused"
+    assert Attempt(model, "back", "x").run() == "done"
+    assert RollingBack(model, "b").run() == "refused", "it is another incarnation now"
+    assert Taking(model, "newer").run() == "done"
+    model.settle()
+    assert RollingBack(model, "b").run() == "done"
+
+
 def test_a_job_is_not_resumed_while_its_former_incarnation_may_run() -> None:
     model, _ = walked("two is cut off")
     model.call(DRIVER, NODES[0], "job_rollback", "r", "s")

@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, NotFound, SnapshotError, Undone, Usage, Where, WrongState
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import JobDecision, Part
-from snapshotd.moves.jobs import dropping, participants, records
-from snapshotd.moves.jobs.rollback import Rollbacks, must_be_allowed
+from snapshotd.moves.jobs import dropping, listing, participants, records
+from snapshotd.moves.jobs.rollback import Rollbacks, must_be_allowed, rolled_back_already
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
@@ -90,12 +90,15 @@ class JobSteps(Steps):
         await reach(Point.JOB_BEGIN)
         return pb.BeginJobReply()
 
-    def _must_be_possible(self, request: pb.BeginJobRequest, parts: Iterable[JobPart]) -> None:
-        """Raises unless the job may be suspended, or resumed, now."""
+    def _must_be_possible(self, request: pb.BeginJobRequest, parts: Sequence[JobPart]) -> None:
+        """Raises unless the job may be suspended, snapshotted or resumed now."""
+        ranks = {part.rank_uid for part in parts}
         for moving in list(self.moves.values()):
-            if moving.log.outcome is None and moving.log.begin.is_of_job(request.user_id, request.job):
+            if moving.log.outcome is None and records.uids(moving.log) & ranks:
                 raise Busy(f"job {request.job} is being suspended or resumed already ({moving.log.move})")
         if not request.suspension:
+            if before := records.rolled_back(self.journal, ranks):
+                raise rolled_back_already(before)
             return
         suspension = self.journal.find(check_move_id(request.suspension))
         is_one = suspension is not None and suspension.begin.role == "job" and suspension.begin.kind != "snapshot"
@@ -151,12 +154,16 @@ class JobSteps(Steps):
             return self._outcome_of(moving.log)
 
     async def _record_commit(self, move_log: MoveLog) -> None:
-        """Records COMMIT. That of a resumption only if the job is still suspended: it was neither resumed nor dropped."""
+        """Records COMMIT. That of a resumption only if the job is still suspended: it was neither resumed nor dropped. That
+        of a suspension or a snapshot only if the job was not rolled back meanwhile: what it has stored is of an incarnation
+        that is over."""
         async with self._deciding:
             if suspension := move_log.record.suspension:
                 ended = await in_thread(records.ended_by, self.journal, self.journal.get(suspension))
                 if ended:
                     raise Undone(f"the suspension has ended ({ended})", where=Where.UNKNOWN)
+            elif before := await in_thread(records.rolled_back, self.journal, records.uids(move_log)):
+                raise Undone(f"the job was rolled back meanwhile ({before.move})", where=Where.SUSPENDED)
             await in_thread(move_log.decide, Outcome.COMMIT, "every rank is ready", "driver")
 
     @step
@@ -249,39 +256,7 @@ class JobSteps(Steps):
         return await in_thread(self._outcome_of, self.moving(record).log)
 
     async def listed(self) -> pb.ListJobsReply:
-        return pb.ListJobsReply(jobs=await in_thread(self._listed))
-
-    def _listed(self) -> list[pb.JobRecord]:
-        found = []
-        for move_log in self.journal.all():
-            begin, decided = move_log.begin, move_log.outcome
-            if begin.role != self.role or not begin.job:
-                continue
-            record = move_log.whole()
-            moving = self.moves.get(move_log.move)
-            by = records.ended_by(self.journal, move_log)
-            is_over = bool(move_log.ended_unix_s) and (bool(record.suspension) or bool(by) or not move_log.committed)
-            found.append(
-                pb.JobRecord(
-                    record=move_log.move,
-                    job=begin.job,
-                    user_id=begin.user_id,
-                    suspension=record.suspension,
-                    ranks=len(record.participants),
-                    # A history of large jobs would not fit into a message.
-                    participants=[] if is_over else [part.to_proto() for part in record.participants],
-                    outcome=pb.OutcomeKind.Value(decided.outcome.value) if decided is not None else pb.UNDECIDED,
-                    reason=decided.reason if decided is not None else "",
-                    decided_by=decided.decided_by if decided is not None else "",
-                    begun_unix_s=begin.begun_unix_s,
-                    ended_unix_s=move_log.ended_unix_s,
-                    waiting_for=moving.waiting_for if moving is not None else "",
-                    ended_by=by,
-                    kind=begin.kind,
-                    snapshot=record.snapshot,
-                )
-            )
-        return found
+        return pb.ListJobsReply(jobs=await in_thread(listing.all_records, self.journal, self.moves))
 
     # ------------------------------------------------------------------ without a driver
 

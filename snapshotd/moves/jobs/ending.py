@@ -12,6 +12,7 @@ import logging
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import SnapshotError
 from snapshotd.keepers.ranks import RankEntry, check_rank_uid
+from snapshotd.moves import job_rules
 from snapshotd.moves.journal import check_move_id
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections
@@ -43,10 +44,19 @@ class Endings:
             if home is not None and home.coordinator_node == caller and home.ended_by != request.record:
                 home.ended_by = request.record  # it comes back with a key made from this
                 await in_thread(self.node.ranks.update, home)
-        asked = [entry for entry in self._ended_ones() if entry.uid in request.rank_uids]
-        waiting = [f"rank {entry.rank}: {why}" for entry in asked if (why := await self.end_one(entry, request.record))]
+        waiting = []
+        for entry in self._copies_of(request):
+            why = job_rules.may_not_end(entry.coordinator_node, caller) or await self.end_one(entry, request.record)
+            if why:
+                waiting.append(f"rank {entry.rank}: {why}")
         await reach(Point.END_RANKS)
         return pb.EndRanksReply(waiting_for=waiting)
+
+    def _copies_of(self, request: pb.EndRanksRequest) -> list[RankEntry]:
+        """All copies here of that incarnation, whoever their coordinator is: none of them may be left."""
+        asked = set(request.rank_uids)
+        mine = [one for one in self.node.ranks.all() if one.uid in asked and not one.away_node]
+        return [one for one in mine if one.incarnation == request.incarnation]
 
     async def sweep(self) -> None:
         """At start: continues what a crash interrupted. Home keepers reconnect later; then the coordinator asks again."""

@@ -2,6 +2,8 @@
 
 All of it is blocking: the records of moves that have ended are read from the disk.
 
+A job is the set of its ranks, by their uids: a name may be given again to the next job.
+
 Invariant: of each job that was snapshotted, the newest complete snapshot is kept until a newer one is complete on all nodes,
 or the job has ended.
 """
@@ -9,12 +11,31 @@ or the job has ended.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
 
 import msgspec
 
 from snapshotd.moves.journal import Journal, MoveLog
-from snapshotd.moves.record import Begin
+from snapshotd.moves.record import MoveRecord
 from snapshotd.moves.record_parts import JobPart
+
+
+def uids(move_log: MoveLog) -> set[str]:
+    """The ranks of the record's job. They are journalled when it begins, and never change."""
+    if isinstance(move_log.known, MoveRecord):
+        return {part.rank_uid for part in move_log.known.participants}
+    return set(_uids_in(move_log.folder))
+
+
+@lru_cache(maxsize=4096)
+def _uids_in(folder: Path) -> frozenset[str]:
+    return frozenset(part.rank_uid for part in MoveLog.read(folder).whole().participants)
+
+
+def of_ranks(journal: Journal, wanted: set[str]) -> list[MoveLog]:
+    """All records about these ranks, the oldest first."""
+    return [one for one in journal.all() if one.begin.role == "job" and uids(one) & wanted]
 
 
 def current(journal: Journal) -> list[MoveLog]:
@@ -28,9 +49,19 @@ def current(journal: Journal) -> list[MoveLog]:
 
 def replaced_by(journal: Journal, newer: MoveLog) -> list[MoveLog]:
     """The earlier snapshots of the same job."""
-    begin = newer.begin
-    mine = [one for one in current(journal) if one.begin.is_of_job(begin.user_id, begin.job)]
-    return [one for one in mine if one is not newer and one.begin.begun_unix_s <= begin.begun_unix_s]
+    ranks, begun = uids(newer), newer.begin.begun_unix_s
+    mine = [one for one in current(journal) if uids(one) & ranks]
+    return [one for one in mine if one is not newer and one.begin.begun_unix_s <= begun]
+
+
+def suspended_since(journal: Journal, snapshot: MoveLog) -> MoveLog | None:
+    """The suspension of the job that was committed after this snapshot. What runs since, if anything, is another incarnation
+    than the one of the snapshot."""
+    for one in of_ranks(journal, uids(snapshot)):
+        later = one.begin.begun_unix_s >= snapshot.begin.begun_unix_s and one.committed and not one.begin.kind
+        if later and not one.whole().suspension:
+            return one
+    return None
 
 
 def incarnation(journal: Journal, snapshot: MoveLog) -> str:
@@ -45,9 +76,9 @@ def incarnation(journal: Journal, snapshot: MoveLog) -> str:
     return resumed[-1] if resumed else snapshot.whole().participants[0].incarnation
 
 
-def rolled_back(journal: Journal, begin: Begin) -> MoveLog | None:
-    """The rollback of this job that was decided, and not followed by a resumption yet."""
-    mine = [one for one in journal.all() if one.begin.role == "job" and one.begin.is_of_job(begin.user_id, begin.job)]
+def rolled_back(journal: Journal, ranks: set[str]) -> MoveLog | None:
+    """The rollback of the job with these ranks that was decided, and not followed by a resumption yet."""
+    mine = of_ranks(journal, ranks)
     for one in mine:
         decided = one.begin.kind == "rollback" and one.committed and not one.whole().dropped
         if decided and not any(_resumes(other, {one.move}) for other in mine):
@@ -107,6 +138,8 @@ def is_needed(journal: Journal, move_log: MoveLog) -> bool:
         return False
     if move_log.begin.kind == "snapshot":
         return not move_log.whole().dropped
+    if move_log.begin.kind == "rollback" and any(uids(one) & uids(move_log) for one in current(journal)):
+        return True  # a node that comes back late asks whether its ranks may run
     if suspension := move_log.whole().suspension:
         return journal.find(suspension) is not None
     return not ended_by(journal, move_log)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.addresses import split_address
 from snapshotd.api.errors import Busy, NotFound, Refused, SnapshotError, Usage, Where, WrongState
 from snapshotd.moves import job_rules
-from snapshotd.moves.job_rules import Ended, JobDecision
-from snapshotd.moves.jobs import records
+from snapshotd.moves.job_rules import Ended, JobDecision, Part
+from snapshotd.moves.jobs import participants, records
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
@@ -46,6 +46,14 @@ def must_be_allowed(node: Node) -> None:
         )
 
 
+def rolled_back_already(before: MoveLog) -> WrongState:
+    return WrongState(
+        f"job {before.begin.job} is rolled back already ({before.move}), and not resumed yet",
+        remedy=f"`migrator job resume {before.begin.job}` resumes it",
+        where=Where.SUSPENDED,
+    )
+
+
 class Rollbacks:
     """The coordinator's part. One instance per daemon."""
 
@@ -67,6 +75,7 @@ class Rollbacks:
         nodes = [ClusterNode.of(node) for node in request.nodes]
         async with deciding:
             snapshot, ends = await in_thread(self._examined, request)
+            await self._must_be_bound(snapshot, request.lost_nodes)
             whole = await in_thread(snapshot.whole)
             names = {node.name for node in nodes}
             nodes += [node for node in whole.nodes if node.name not in names]
@@ -102,18 +111,50 @@ class Rollbacks:
         snapshot = self.journal.find(check_move_id(request.snapshot))
         if snapshot is None or snapshot not in records.current(self.journal):
             raise NotFound("this node has no such snapshot", remedy="`migrator job list` shows the snapshots of jobs")
-        begin = snapshot.begin
+        job, ranks = snapshot.begin.job, records.uids(snapshot)
+        if newer := [
+            one for one in records.current(self.journal) if snapshot in records.replaced_by(self.journal, one)
+        ]:
+            raise WrongState(f"job {job} has a newer snapshot ({newer[-1].move})", where=Where.UNTOUCHED)
         for moving in list(self.moves.values()):
             other = moving.log
-            if other.begin.is_of_job(begin.user_id, begin.job) and other.begin.kind != "snapshot":
-                raise Busy(f"job {begin.job} is being suspended, resumed or rolled back ({other.move})")
-        if before := records.rolled_back(self.journal, begin):
-            raise WrongState(
-                f"job {begin.job} is rolled back already ({before.move}), and not resumed yet",
-                remedy=f"`migrator job resume {begin.job}` resumes it",
+            if other.begin.kind != "snapshot" and records.uids(other) & ranks:
+                raise Busy(f"job {job} is being suspended, resumed or rolled back ({other.move})")
+        if before := records.rolled_back(self.journal, ranks):
+            raise rolled_back_already(before)
+        if since := records.suspended_since(self.journal, snapshot):
+            raise self._suspended(job, since)
+        return snapshot, records.incarnation(self.journal, snapshot)
+
+    def _suspended(self, job: str, since: MoveLog) -> WrongState:
+        if records.resumed_by(self.journal, since) is None and not since.whole().dropped:
+            return WrongState(
+                f"job {job} is suspended ({since.move})",
+                remedy=f"`migrator job resume {job}` brings it back from there",
                 where=Where.SUSPENDED,
             )
-        return snapshot, records.incarnation(self.journal, snapshot)
+        return WrongState(
+            f"job {job} was suspended and resumed since its snapshot",
+            remedy="take a new snapshot with `migrator job snapshot`",
+            where=Where.UNTOUCHED,
+        )
+
+    async def _must_be_bound(self, snapshot: MoveLog, lost_nodes: Collection[str]) -> None:
+        """Raises Busy while a rank may not know yet that this coordinator may end it: it would go on beside its next copy."""
+        if snapshot.ended_unix_s:
+            return
+        await participants.ask_all(self.node, snapshot)  # what they have carried out is journalled
+        whole = await in_thread(snapshot.whole)
+        parts: dict[str, Part] = {}
+        for part in whole.participants:
+            done = part.move in whole.done and parts.get(part.node, Part.DONE) is Part.DONE
+            parts[part.node] = Part.DONE if done else Part.READY
+        if left := job_rules.unbound(parts, lost_nodes):
+            raise Busy(
+                f"{', '.join(left)} did not confirm yet that snapshot {snapshot.move} counts",
+                remedy="retry; if such a node is lost, declare it dead: `migrator job rollback --lost NODE`",
+                where=Where.UNTOUCHED,
+            )
 
     async def _must_be_of(
         self, nodes: Iterable[ClusterNode], uids: Sequence[str], ends: str, snapshot: MoveLog
@@ -127,6 +168,12 @@ class Rollbacks:
             except SnapshotError:
                 continue
             for rank in found.ranks:
+                if rank.uid in uids and rank.place == pb.Rank.SUSPENDED:
+                    raise WrongState(
+                        f"job {snapshot.begin.job} is suspended: {node.name} has the image of rank {rank.rank}",
+                        remedy=f"`migrator job resume {snapshot.begin.job}` brings it back from there",
+                        where=Where.SUSPENDED,
+                    )
                 if rank.uid in uids and rank.place == pb.Rank.HERE and rank.incarnation != ends:
                     raise WrongState(
                         f"job {snapshot.begin.job} was suspended and resumed since its snapshot",
@@ -136,9 +183,9 @@ class Rollbacks:
 
     async def _end_snapshots(self, current: MoveLog) -> None:
         """A snapshot that is being taken cannot be completed any more."""
+        ranks = await in_thread(records.uids, current)
         for moving in list(self.moves.values()):
-            begin = moving.log.begin
-            same = begin.is_of_job(current.begin.user_id, current.begin.job) and begin.kind == "snapshot"
+            same = moving.log.begin.kind == "snapshot" and records.uids(moving.log) & ranks
             if same and moving.log.outcome is None:
                 await in_thread(moving.log.decide, Outcome.ABORT, "the job is rolled back", "coordinator")
                 moving.wake()

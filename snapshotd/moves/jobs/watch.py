@@ -43,10 +43,10 @@ class Watch:
                 await self.images.drop(move_log.move, reason, move_log.begin.coordinator_node)
 
     async def _has_ended(self, snapshot: MoveLog) -> bool:
-        if await in_thread(records.rolled_back, self.node.journal, snapshot.begin):
+        uids = await in_thread(records.uids, snapshot)
+        if await in_thread(records.rolled_back, self.node.journal, uids):
             return False
         record = await in_thread(snapshot.whole)
-        uids = {part.rank_uid for part in record.participants}
         answers = await asyncio.gather(*(self._knows_none_of(node, uids) for node in record.nodes))
         return all(answers)
 

@@ -73,13 +73,11 @@ class Departure:
         await self.communicators.open_all(moving)
 
     async def go_on(self, moving: Moving) -> None:
-        """The image of a snapshot is complete: lets the rank go on. Whether the image counts is decided later."""
+        """The image of a snapshot is complete: lets the rank go on. Whether the image counts is decided later. Until then the
+        rank does not move: a copy on another node would not be bound to the coordinator."""
         await reach(Point.BEFORE_CONTINUE)
         await self._let_run(moving)
         await in_thread(moving.log.mark, Mark.STREAMED, continued=True)
-        entry = self.own_entry(moving.log)
-        if entry is not None and entry.moving == moving.log.move:
-            entry.moving = ""
         await reach(Point.CONTINUE)
 
     async def keep(self, moving: Moving) -> None:
@@ -92,6 +90,7 @@ class Departure:
             if entry.link is not None:
                 entry.link.key_changed.set()  # a guest's relay tells the home node who may end the rank
         await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s)
+        self._free(moving)
         moving.wake()
 
     async def _let_run(self, moving: Moving) -> None:
@@ -244,7 +243,11 @@ class Departure:
         outcome = moving.log.outcome
         self.node.caches_left.pop(moving.log.move, None)
         metrics.move_ended(outcome.outcome if outcome else "ABORT")
+        self._free(moving)
+        moving.wake()
+
+    def _free(self, moving: Moving) -> None:
+        """The rank may move again."""
         entry = self.own_entry(moving.log)
         if entry is not None and entry.moving == moving.log.move:
             entry.moving = ""
-        moving.wake()

@@ -109,6 +109,8 @@ class SourceSteps(SourceSettling):
             raise Usage("a move begins with the target's nonce and a lease of 1 to 3600 s")
         if suspends:
             check_move_id(request.coordinator.record)
+        if suspends:
+            suspended.must_be_bound_to(entry, request.coordinator.node)
         if request.snapshot and entry.incarnation != request.incarnation:
             raise WrongState(f"rank {entry.rank} is of another incarnation of its job now", where=Where.SOURCE_RUNNING)
         await reach(Point.BEFORE_BEGIN)

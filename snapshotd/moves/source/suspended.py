@@ -7,7 +7,7 @@ the move.
 from __future__ import annotations
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import WrongState
+from snapshotd.api.errors import Where, WrongState
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.nccl import gate_processes
@@ -39,6 +39,17 @@ async def checks(entry: RankEntry, facts: pb.RankFacts) -> list[pb.Check]:
             )
         )
     return found
+
+
+def must_be_bound_to(entry: RankEntry, coordinator: str) -> None:
+    """Raises WrongState if the rank's job has a snapshot that another node coordinates: that one could roll the job back
+    while this coordinator suspends it, or takes another snapshot."""
+    if entry.tethered and entry.coordinator_node != coordinator:
+        raise WrongState(
+            f"snapshots of rank {entry.rank} are coordinated by {entry.coordinator_node}, not by {coordinator}",
+            remedy=f"start snapshotd on {entry.coordinator_node}, then retry",
+            where=Where.SOURCE_RUNNING,
+        )
 
 
 def must_not_be(move_log: MoveLog, why: str) -> None:

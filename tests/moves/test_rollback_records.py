@@ -1,0 +1,176 @@
+"""When a job may be rolled back, and what a coordinator refuses after it was: there is never a second incarnation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Busy, Undone, WrongState
+from snapshotd.moves.jobs import records
+from snapshotd.moves.rules import Mark
+from tests.moves.test_coordinator import FIRST, RECORD, SECOND, Daemon, part
+
+THIRD = "m-0000000000cc"
+
+
+class Protected(Daemon):
+    """A coordinator with a job of two ranks, whose nodes answer what the test says."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.ranks: dict[str, list[pb.Rank]] = {}  # by node
+
+    @asynccontextmanager
+    async def _client(self, name: str, endpoint: str) -> AsyncIterator[Any]:
+        async def ranks(request: pb.ListRanksRequest, timeout_s: float) -> pb.ListRanksReply:
+            return pb.ListRanksReply(ranks=self.ranks.get(name, []))
+
+        async with super()._client(name, endpoint) as client:
+            client.node = type("Nodes", (), {"ListRanks": staticmethod(ranks)})
+            yield client
+
+    async def take(self, record: str, *, moves: int = 16, kept: bool = True, uids: str = "train") -> None:
+        """A snapshot. `kept`: all nodes have carried it out."""
+        await self.steps.begin(snapshot(record, moves, uids))
+        await self.complete(record, kept=kept)
+
+    async def complete(self, record: str, *, kept: bool = True) -> None:
+        parts = self.journal.get(record).record.participants
+        self.stored |= {part.move: pb.Outcome(stored=True) for part in parts}
+        self.copies |= {part.copy: pb.Copy(state=pb.Copy.STORED) for part in parts}
+        assert (await self.steps.commit(record)).kind == pb.COMMIT
+        if kept:
+            self.stored |= {part.move: pb.Outcome(kind=pb.COMMIT, settled=True) for part in parts}
+            self.copies |= {part.copy: pb.Copy(state=pb.Copy.KEPT) for part in parts}
+            await self.settle(record)
+            assert self.journal.get(record).last_mark is Mark.SETTLED
+
+    async def roll_back(self, snapshot: str, record: str = THIRD, lost: tuple[str, ...] = ()) -> None:
+        nodes = [pb.NodeAddresses(name=name, endpoint="e") for name in ("node-1", "node-2")]
+        request = pb.RollbackRequest(record=record, snapshot=snapshot, nodes=nodes, lost_nodes=lost)
+        assert (await self.steps.rollback(request, "operator")).kind == pb.COMMIT
+
+
+def snapshot(record: str, moves: int, uids: str = "train") -> pb.BeginJobRequest:
+    parts = [part(rank, moves + rank) for rank in (0, 1)]
+    for one in parts:
+        one.rank_uid = f"{uids}-{one.rank}"
+        one.copy, one.copy_node, one.copy_endpoint = f"m-{moves + 8 + one.rank:012x}", f"node-{2 - one.rank}", "e"
+    return pb.BeginJobRequest(record=record, job="train", user_id=7, participants=parts, lease_s=30, snapshot=True)
+
+
+@pytest.fixture
+async def daemon(tmp_path: Path) -> AsyncIterator[Protected]:
+    made = Protected(tmp_path)
+    yield made
+    await made.stop()
+
+
+async def test_snapshot_that_is_not_kept_on_all_nodes_is_not_rolled_back_to(daemon: Protected) -> None:
+    """A rank that does not know its coordinator yet would go on."""
+    await daemon.take(FIRST, kept=False)
+    daemon.stored["m-000000000010"] = pb.Outcome(kind=pb.COMMIT, settled=True)
+    with pytest.raises(Busy, match="node-2 did not confirm"):
+        await daemon.roll_back(FIRST)
+    with pytest.raises(Busy, match="node-2 did not confirm"):
+        await daemon.roll_back(FIRST, lost=("node-1",))
+    await daemon.roll_back(FIRST, lost=("node-2",))
+
+
+async def test_snapshot_that_was_just_kept_is_rolled_back_to_at_once(daemon: Protected) -> None:
+    await daemon.take(FIRST, kept=False)
+    daemon.stored |= {f"m-{16 + rank:012x}": pb.Outcome(kind=pb.COMMIT, settled=True) for rank in (0, 1)}
+    await daemon.roll_back(FIRST)
+
+
+async def test_suspended_job_is_not_rolled_back(daemon: Protected) -> None:
+    await daemon.take(FIRST)
+    await daemon.steps.begin(
+        pb.BeginJobRequest(record=RECORD, job="t", user_id=7, participants=[part(0, 64), part(1, 65)], lease_s=30)
+    )
+    daemon.stored |= {f"m-{64 + rank:012x}": pb.Outcome(stored=True) for rank in (0, 1)}
+    await daemon.steps.commit(RECORD)
+    daemon.stored |= {f"m-{64 + rank:012x}": pb.Outcome(kind=pb.COMMIT, settled=True) for rank in (0, 1)}
+    await daemon.settle(RECORD)
+    async with asyncio.timeout(60):
+        while RECORD in daemon.steps.moves:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    with pytest.raises(WrongState, match="is suspended"):
+        await daemon.roll_back(FIRST)
+
+
+async def test_image_of_a_suspension_with_another_coordinator_forbids_a_rollback(daemon: Protected) -> None:
+    await daemon.take(FIRST)
+    daemon.ranks["node-2"] = [pb.Rank(uid="train-1", rank=1, place=pb.Rank.SUSPENDED)]
+    with pytest.raises(WrongState, match="node-2 has the image of rank 1"):
+        await daemon.roll_back(FIRST)
+    assert daemon.journal.find(THIRD) is None
+
+
+async def test_nothing_of_an_incarnation_that_is_over_is_stored(daemon: Protected) -> None:
+    await daemon.take(FIRST)
+    await daemon.steps.begin(snapshot(SECOND, 32))
+    await daemon.roll_back(FIRST)
+    assert (await daemon.steps.commit(SECOND)).kind == pb.ABORT
+    with pytest.raises(WrongState, match="rolled back already"):
+        await daemon.steps.begin(snapshot("m-0000000000dd", 48))
+    with pytest.raises(WrongState, match="rolled back already"):
+        await daemon.steps.begin(
+            pb.BeginJobRequest(record=RECORD, job="t", user_id=7, participants=[part(0, 64)], lease_s=30)
+        )
+    assert [one.move for one in records.current(daemon.journal)] == [FIRST]
+
+
+async def test_snapshot_does_not_commit_if_the_job_was_rolled_back_while_ranks_were_asked(
+    daemon: Protected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await daemon.take(FIRST)
+    await daemon.steps.begin(snapshot(SECOND, 32))
+
+    async def no_end(_current: Any) -> None:
+        """As if the snapshot had begun in the same moment."""
+
+    monkeypatch.setattr(daemon.steps.rollbacks, "_end_snapshots", no_end)
+    await daemon.roll_back(FIRST)
+    with pytest.raises(Undone, match="rolled back meanwhile"):
+        await daemon.complete(SECOND)
+
+
+async def test_another_job_with_the_same_name_does_not_replace_a_snapshot(daemon: Protected) -> None:
+    await daemon.take(FIRST)
+    await daemon.take(SECOND, moves=32, uids="next")
+    assert [one.move for one in records.current(daemon.journal)] == [FIRST, SECOND]
+    await daemon.roll_back(FIRST)
+    assert records.rolled_back(daemon.journal, {"next-0"}) is None
+    await daemon.take("m-0000000000ee", moves=48, uids="next")
+    assert [one.move for one in records.current(daemon.journal)] == [FIRST, "m-0000000000ee"]
+
+
+async def test_older_snapshot_is_not_rolled_back_to(daemon: Protected) -> None:
+    await daemon.take(FIRST)
+    await daemon.steps.begin(snapshot(SECOND, 32))
+    await daemon.complete(SECOND, kept=False)
+    with pytest.raises(WrongState, match="newer snapshot"):
+        await daemon.roll_back(FIRST)
+
+
+async def test_rollback_is_remembered_as_long_as_its_job_has_a_snapshot(daemon: Protected) -> None:
+    """A node that was cut off may come back late, and asks whether its ranks may run."""
+    await daemon.take(FIRST)
+    await daemon.roll_back(FIRST)
+    await daemon.settle(THIRD)
+    parts = [part(0, 80, 16), part(1, 81, 17)]
+    begin = pb.BeginJobRequest(record=RECORD, job="t", user_id=7, suspension=THIRD, participants=parts, lease_s=30)
+    await daemon.steps.begin(begin)
+    daemon.copies |= {f"m-{80 + rank:012x}": pb.Copy(state=pb.Copy.HELD) for rank in (0, 1)}
+    await daemon.steps.commit(RECORD)
+    rollback = daemon.journal.get(THIRD)
+    assert records.is_needed(daemon.journal, rollback)
+    daemon.journal.get(FIRST).mark(Mark.SETTLED, dropped="the job has ended")
+    assert not records.is_needed(daemon.journal, rollback)
