@@ -58,6 +58,10 @@ enum snapshim_command {
 	SNAPSHIM_MEMORY_HAND_OVER = 37,
 	SNAPSHIM_MEMORY_OWN = 39, /* replaces what TAKE_BACK has mapped by memory of this process, while the job is parked */
 	SNAPSHIM_MEMORY_TAKE_BACK = 38, /* instead of FILL: maps the memory whose descriptors come over the socket */
+
+	/* Finding written pages. An older library knows neither. */
+	SNAPSHIM_TRACK_OPEN = 48,  /* result[0]: a userfaultfd of this process, until TRACK_CLOSE, at most some seconds */
+	SNAPSHIM_TRACK_CLOSE = 49, /* the daemon has taken its copy. Idempotent */
 };
 
 /* HAND_OVER sends one for each descriptor, and a last one without. */

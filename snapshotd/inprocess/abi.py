@@ -39,6 +39,8 @@ class Command(enum.IntEnum):
     MEMORY_HAND_OVER = 37
     MEMORY_OWN = 39
     MEMORY_TAKE_BACK = 38
+    TRACK_OPEN = 48
+    TRACK_CLOSE = 49
 
 
 class Offset(enum.IntEnum):

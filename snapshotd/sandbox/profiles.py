@@ -27,6 +27,8 @@ _SIGNAL_BY_IOCTL = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP
 _FLAGS_BY_IOCTL = (0x40086602, 0x40046602, 0x401C5820)  # FS_IOC_SETFLAGS, FS_IOC32_SETFLAGS, FS_IOC_FSSETXATTR
 #: What Python's own functions for files and sockets use: FIOCLEX, FIONCLEX, FIONBIO, FIONREAD, TCGETS.
 _IOCTL_OF_PYTHON = (0x5451, 0x5450, 0x5421, 0x541B, 0x5401)
+#: UFFDIO_REGISTER, UFFDIO_UNREGISTER, PAGEMAP_SCAN.
+_IOCTL_OF_TRACKING = (0xC020AA00, 0x8010AA01, 0xC0606610)
 _PR_SET_PDEATHSIG = 1
 _SPECIAL_BITS = 0o7000  # set-user-id, set-group-id, sticky
 _MAP_SHARED = 1
@@ -161,6 +163,12 @@ class Profile(Enum):
     PARSER = _Profile(
         denied=(_NO_OWNERS,),
         allowed=tuple(_ON_DESCRIPTORS.split()),
+        files=landlock.READING | landlock.WRITING | landlock.EXECUTE | landlock.IOCTL_DEV,
+    )
+    #: Follows the memory of one process of a rank: only descriptors that it is given, and what they are asked for.
+    TRACKER = _Profile(
+        denied=(_NO_OWNERS, Rule("ioctl", argument=1, none_of=(*_IOCTL_OF_PYTHON, *_IOCTL_OF_TRACKING))),
+        allowed=tuple((_ON_DESCRIPTORS + " ioctl preadv2").split()),
         files=landlock.READING | landlock.WRITING | landlock.EXECUTE | landlock.IOCTL_DEV,
     )
     #: Sends or receives a stripe of device memory over connections that it is given; one file.

@@ -125,6 +125,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "prctl": (157, 167),
     "pread64": (17, 67),
     "preadv": (295, 69),
+    "preadv2": (327, 286),
     "prlimit64": (302, 261),
     "process_madvise": (440, 440),
     "process_mrelease": (448, 448),

@@ -46,6 +46,9 @@ static int dispatch(uint32_t command, int64_t timeout_ns)
 		return nccl_dispatch(command, timeout_ns);
 	case SNAPSHIM_MEMORY_OPEN ... SNAPSHIM_MEMORY_OWN:
 		return memory_dispatch(command, timeout_ns);
+	case SNAPSHIM_TRACK_OPEN:
+	case SNAPSHIM_TRACK_CLOSE:
+		return tracking_dispatch(command);
 	default:
 		add_text("this library does not know command ");
 		add_number((long)command);
@@ -98,13 +101,19 @@ static void *control(void *argument)
 	__atomic_store_n(&snapshim_mailbox.thread, self_tid(), __ATOMIC_SEQ_CST);
 	STORE(&snapshim_mailbox.owner, self_pid());
 	for (;;) {
-		struct timespec poll = {0, LEADER_LEFT_POLL_NS};
+		struct timespec limit;
+		int64_t limit_ns;
 		bool alone = __atomic_load_n(&leader_left, __ATOMIC_SEQ_CST);
 
 		serve();
 		if (alone)
 			end_with_the_last_thread();
-		KERNEL(SYS_rt_sigtimedwait, &reserved, NULL, alone ? &poll : NULL, sizeof(reserved));
+		limit_ns = tracking_wait_ns();
+		if (alone && limit_ns > LEADER_LEFT_POLL_NS)
+			limit_ns = LEADER_LEFT_POLL_NS;
+		limit.tv_sec = limit_ns / 1000000000;
+		limit.tv_nsec = limit_ns % 1000000000;
+		KERNEL(SYS_rt_sigtimedwait, &reserved, NULL, limit_ns == FOREVER ? NULL : &limit, sizeof(reserved));
 	}
 	return NULL;
 }

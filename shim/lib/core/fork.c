@@ -19,6 +19,7 @@
 
 #define DEVICES "/dev/nvidia"
 #define UNIFIED_MEMORY "/dev/nvidia-uvm"
+#define USERFAULTFD "anon_inode:[userfaultfd]"
 
 static bool starts_with(const char *text, const char *head)
 {
@@ -100,6 +101,8 @@ static void in_the_child(void)
 	bool driver = LOAD(&driver_seen);
 
 	control_forget();
+	if (tracking_forget())
+		each_descriptor(close_if_under, USERFAULTFD);
 	if (spoken_to && parent > 0)
 		close_listings_of(parent);
 	if (driver || each_descriptor(is_unified_memory, NULL)) {

@@ -124,6 +124,11 @@ void control_start(void);
 void control_forget(void);
 void control_leader_left(void);
 
+/* tracking.c: the userfaultfd with which the daemon finds written pages, SNAPSHIM_TRACK_… */
+int tracking_dispatch(uint32_t command);
+int64_t tracking_wait_ns(void);
+bool tracking_forget(void);
+
 /* nccl/real.c: whether the address is in NCCL's code. False until the job has called NCCL. */
 bool nccl_contains(const void *address);
 
