@@ -60,7 +60,7 @@ enum snapshim_command {
 	SNAPSHIM_MEMORY_TAKE_BACK = 38, /* instead of FILL: maps the memory whose descriptors come over the socket */
 
 	/* Finding written pages. An older library knows neither. */
-	SNAPSHIM_TRACK_OPEN = 48,  /* result[0]: a userfaultfd of this process, until TRACK_CLOSE, at most some seconds */
+	SNAPSHIM_TRACK_OPEN = 48, /* result[0]: a userfaultfd of this process, until TRACK_CLOSE, at most some seconds */
 	SNAPSHIM_TRACK_CLOSE = 49, /* the daemon has taken its copy. Idempotent */
 };
 
