@@ -44,6 +44,7 @@ from snapshotd.transport.image.grpc_channel import PushCall, push_handler
 from snapshotd.transport.image.sender import Sender
 from snapshotd.transport.image.store import ImageStore
 from snapshotd.transport.image.stream import Stream
+from snapshotd.transport.routes import Route
 from tests.served import Linked
 
 MOVE = "m-000000000000"
@@ -187,7 +188,8 @@ async def _image_channel(
                 await channel.grpc.channel_ready()
             ready = [PushCall(channel, MOVE) for channel in channels]
         else:
-            ready = await open_streams("127.0.0.1", int(bulk_port), bytes.fromhex(key), credentials, "node-2", streams)
+            routes = [Route("127.0.0.1", int(bulk_port))]
+            ready = await open_streams(routes, bytes.fromhex(key), credentials, "node-2", streams)
         for fifo in fifos.values():
             await readable(fifo, None)
         before_s, begun = sum(map(_cpu_of, pids)), time.perf_counter()
@@ -220,7 +222,7 @@ async def _receive(image_dir: str, credentials: Credentials, total_bytes: int, s
     services = Services()
     services.add_plain(PUSH, push_handler(store, authorise))
     receivers = BulkReceivers(store, credentials, ["127.0.0.1"])
-    bulk_port, bulk_key = receivers.open(MOVE, source_node)
+    bulk_port, bulk_key, _ = receivers.open(MOVE, source_node)
     async with Linked(services, credentials).listening("127.0.0.1:0") as port:
         print(port, bulk_port, bulk_key.hex(), flush=True)
         await asyncio.to_thread(sys.stdin.read)
@@ -246,7 +248,7 @@ async def _stripes(folder: Path, total_bytes: int, stripes: int, *, encrypted: b
         there, names, ["127.0.0.1"], "node-1", target, encrypted=encrypted, expected_bytes=total_bytes
     )
     outgoing = await Outgoing.open(
-        "127.0.0.1", incoming.port, incoming.key, "node-2", source, here, names, encrypted=encrypted
+        [Route("127.0.0.1", incoming.port)], incoming.key, "node-2", source, here, names, encrypted=encrypted
     )
     while any((there / name).stat().st_blocks * 512 < size for name in names):  # noqa: ASYNC110 - no event to wait for
         await asyncio.sleep(0.01)

@@ -7,6 +7,7 @@ restart the daemon once for each mistake.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import pwd
 import re
@@ -24,6 +25,7 @@ from snapshotd.api.errors import BadConfig
 from snapshotd.criu.find import find_criu
 from snapshotd.health.settings import Settings
 from snapshotd.proc.host import is_ram_backed
+from snapshotd.transport.routes import MAX_ROUTES
 
 DEFAULT_PATH = Path("/etc/snapshotd/snapshotd.toml")
 PAGE_BYTES = 4096
@@ -38,6 +40,13 @@ _RENAMED = {"device_lane": "device_channel"}
 def _address(text: str) -> str:
     split_address(text)
     return text
+
+
+def _ip_address(text: str) -> str:
+    address = ipaddress.ip_address(text)
+    if address.is_unspecified or address.is_multicast or address.is_link_local:
+        raise ValueError(f"{text} is not the address of a network interface")
+    return str(address)
 
 
 def _address_or_empty(text: str) -> str:
@@ -115,6 +124,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     )
     # How much a rank's closed files below carry_paths may have to move with it; 0: only open and mapped files move.
     carry_closed_bytes: Annotated[int, Meta(ge=0, lt=1 << 50, description="a number of bytes")] = 2 << 30
+    # Addresses of this node for images and device memory, one for each network interface; none: the host of `advertise`.
+    data_addresses: Annotated[
+        tuple[str, ...],
+        toml_file.text('a list of IP addresses of this node, like ["10.1.0.1", "10.2.0.1"]', _ip_address),
+    ] = ()
     streams: Annotated[int, Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 4
     chunk_bytes: Annotated[
         int,
@@ -208,6 +222,8 @@ def _contradictions(found: dict[str, Any]) -> list[str]:
     problems = []
     if found.get("advertise") and split_address(found["advertise"])[0] in ("0.0.0.0", "::"):
         problems.append(f"advertise: other nodes cannot reach {found['advertise']}; set it to an address of this node")
+    if len(data := found.get("data_addresses", ())) > MAX_ROUTES or len(set(data)) < len(data):
+        problems.append(f"data_addresses: at most {MAX_ROUTES} addresses are allowed, each once")
     if "credentials" in found and "node" in found:
         problems += certificates.problems(found["credentials"], found["node"])
     problems += _node_problems(found.get("nodes") or {})

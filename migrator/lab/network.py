@@ -44,7 +44,7 @@ def _addresses(index: int | None) -> list[tuple[int, str]]:
     return [(AF_INET, address(index)), (AF_INET6, str(ipaddress.IPv6Address(b"\xfe\x80" + bytes(6) + host)))]
 
 
-def _in_netns(process: LabProcess, act: Callable[[Any], Result]) -> Result:
+def in_netns(process: LabProcess, act: Callable[[Any], Result]) -> Result:
     """Runs act(IPRoute) in the network namespace of a process."""
 
     def work() -> Result:
@@ -76,7 +76,7 @@ def make_switch(switch: LabProcess) -> None:
         netlink.addr("add", index=bridge, address=address(None), prefixlen=PREFIX_LENGTH)
         netlink.link("set", index=bridge, state="up")
 
-    _in_netns(switch, act)
+    in_netns(switch, act)
 
 
 def plug_in(switch: LabProcess, node: LabProcess, index: int) -> None:
@@ -94,8 +94,8 @@ def plug_in(switch: LabProcess, node: LabProcess, index: int) -> None:
         netlink.addr("add", index=cable, address=address(index), prefixlen=PREFIX_LENGTH)
         netlink.link("set", index=cable, state="up")
 
-    _in_netns(switch, at_switch)
-    _in_netns(node, at_node)
+    in_netns(switch, at_switch)
+    in_netns(node, at_node)
 
 
 def unplug(switch: LabProcess, index: int) -> None:
@@ -105,7 +105,7 @@ def unplug(switch: LabProcess, index: int) -> None:
         for port in netlink.link_lookup(ifname=_port(index)):
             netlink.link("del", index=port)
 
-    _in_netns(switch, act)
+    in_netns(switch, act)
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def cut(a: End, b: End) -> None:
 
         return act
 
-    _in_netns(a.process, stop(b))
-    _in_netns(b.process, stop(a))
+    in_netns(a.process, stop(b))
+    in_netns(b.process, stop(a))
 
 
 def mend(a: End, b: End) -> None:
@@ -146,8 +146,8 @@ def mend(a: End, b: End) -> None:
 
         return act
 
-    _in_netns(a.process, resume(b))
-    _in_netns(b.process, resume(a))
+    in_netns(a.process, resume(b))
+    in_netns(b.process, resume(a))
 
 
 def _port(index: int) -> str:

@@ -8,6 +8,11 @@ import re
 NODE_NAME = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?"
 
 
+def join_address(host: str, port: int) -> str:
+    """What `split_address` takes apart."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def split_address(address: str) -> tuple[str, int]:
     """("10.0.0.1", 7070) from "10.0.0.1:7070"; IPv6 in brackets. Raises ValueError with the reason."""
     host, colon, port = address.rpartition(":")

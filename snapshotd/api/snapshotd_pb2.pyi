@@ -830,20 +830,26 @@ class OpenProbeReply(_message.Message):
     PORT_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     MID_STREAM_PORT_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
     port: _builtins.int
     key: _builtins.bytes
     mid_stream_port: _builtins.int
     """with `far`: this node's end of that connection"""
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """without an address: as in OpenImageChannelReply"""
+
     def __init__(
         self,
         *,
         port: _builtins.int = ...,
         key: _builtins.bytes = ...,
         mid_stream_port: _builtins.int = ...,
+        endpoints: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "mid_stream_port", b"mid_stream_port", "port", b"port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "key", b"key", "mid_stream_port", b"mid_stream_port", "port", b"port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2722,22 +2728,28 @@ class OpenImageChannelReply(_message.Message):
     PORT_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
     port: _builtins.int
     """on the host of the target's endpoint"""
     key: _builtins.bytes
     """the first message of every connection"""
     sealed: _builtins.bool
     """the port expects such connections"""
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """IP address and port for each of the target's addresses for data; none: `port` alone"""
+
     def __init__(
         self,
         *,
         port: _builtins.int = ...,
         key: _builtins.bytes = ...,
         sealed: _builtins.bool = ...,
+        endpoints: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "port", b"port", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "key", b"key", "port", b"port", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2790,6 +2802,7 @@ class OpenDeviceChannelReply(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     PLAIN_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
     port: _builtins.int
     """on the host of the target's endpoint"""
     key: _builtins.bytes
@@ -2798,6 +2811,10 @@ class OpenDeviceChannelReply(_message.Message):
     """unencrypted: both configurations allow it"""
     sealed: _builtins.bool
     """as in OpenImageChannelReply"""
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """as in OpenImageChannelReply"""
+
     def __init__(
         self,
         *,
@@ -2805,10 +2822,11 @@ class OpenDeviceChannelReply(_message.Message):
         key: _builtins.bytes = ...,
         plain: _builtins.bool = ...,
         sealed: _builtins.bool = ...,
+        endpoints: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "plain", b"plain", "port", b"port", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "key", b"key", "plain", b"plain", "port", b"port", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,7 @@
 Both directions carry more than a packet of the largest usual MTU, so that a path that loses large packets is noticed.
 
 Invariant: nothing that arrives is interpreted. A connection without the key, which only other nodes get over mutual TLS, is
-closed. There is at most one port, open for OPEN_S after it was last asked for.
+closed. There is at most one port at each address for data, open for OPEN_S after it was last asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.transport.listener import KEY_BYTES, MoveListener
+from snapshotd.transport.routes import Route
 
 OPEN_S = 30.0
 #: Asked for again before it closes, so that a caller has time to connect.
@@ -31,8 +32,8 @@ _PENDING = 256
 class Probes:
     """The port of this node. Every method may block, and may be called from any thread."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = hosts
+    def __init__(self, hosts: Sequence[str], data_addresses: Sequence[str] = ()) -> None:
+        self._hosts, self._data_addresses = hosts, data_addresses
         self._lock = threading.Lock()
         self._listener: MoveListener | None = None
         self._key, self._opened_s = b"", 0.0
@@ -45,12 +46,19 @@ class Probes:
                 def serve(connection: socket.socket) -> None:
                     _answer(connection, key)
 
-                listener = MoveListener("probe", self._hosts, serve, max_pending=_PENDING, open_s=OPEN_S)
+                listener = MoveListener(
+                    "probe",
+                    self._hosts,
+                    serve,
+                    data_addresses=self._data_addresses,
+                    max_pending=_PENDING,
+                    open_s=OPEN_S,
+                )
                 listener.start()
                 if self._listener is not None:
                     self._listener.stop()
                 self._listener, self._key, self._opened_s = listener, key, time.monotonic()
-            return pb.OpenProbeReply(port=self._listener.port, key=self._key)
+            return pb.OpenProbeReply(port=self._listener.port, key=self._key, endpoints=self._listener.endpoints)
 
     def close(self) -> None:
         with self._lock:
@@ -63,6 +71,14 @@ def _answer(connection: socket.socket, key: bytes) -> None:
     connection.settimeout(CONNECT_S)
     if hmac.compare_digest(receive(connection, KEY_BYTES), key) and len(receive(connection, PAYLOAD_BYTES)) > 0:
         connection.sendall(bytes(PAYLOAD_BYTES))
+
+
+def connect_all(routes: Sequence[Route], key: bytes, limit_s: float) -> str:
+    """Tries all routes to another node. Returns "" if each works, else why the first does not. Blocking."""
+    for route in routes:
+        if why := connect(route.host, pb.OpenProbeReply(port=route.port, key=key), limit_s, route.own):
+            return why if len(routes) == 1 else f"{route.host}{f' from {route.own}' if route.own else ''}: {why}"
+    return ""
 
 
 def connect(host: str, reply: pb.OpenProbeReply, limit_s: float, own: str = "") -> str:

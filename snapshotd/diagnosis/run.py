@@ -26,6 +26,7 @@ from snapshotd.runtime.child_process import REAP_S, environment
 from snapshotd.selfcheck import kernel
 from snapshotd.selfcheck.finding import Finding, State, failed
 from snapshotd.selfcheck.local import ADVICE, CHECKS
+from snapshotd.transport.routes import routes_to
 
 LIMIT_S, LONGEST_S = 9.5, 600.0
 #: The parts of the limit for one call to another daemon, for all connections to others, and for all checks of this node.
@@ -41,7 +42,7 @@ class Diagnosis:
     def __init__(self, node: Node) -> None:
         self.node = node
         hosts = [split_address(address)[0] for address in (node.config.advertise, node.config.listen)]
-        self.probes = probes.Probes(hosts)
+        self.probes = probes.Probes(hosts, node.config.data_addresses)
         self.paths = Paths()
         self._one = asyncio.Lock()  # a second operator waits: parts are not started twice at the same time
 
@@ -107,13 +108,13 @@ class Diagnosis:
         try:
             async with self.node.client(peer.name, peer.endpoint) as client:
                 reply = await client.node.OpenProbe(pb.OpenProbeRequest(), timeout_s=call_s)
+            routes = routes_to(peer.endpoint, reply.port, reply.endpoints, self.node.config.data_addresses)
         except UnknownMethod:
             return pb.Route(peer=peer.name, data="its daemon is too old to open a port for this")
         except SnapshotError as error:
             return pb.Route(peer=peer.name, control=error.headline)
         async with turns:
-            host = split_address(peer.endpoint)[0]
-            return pb.Route(peer=peer.name, data=await in_thread(probes.connect, host, reply, call_s))
+            return pb.Route(peer=peer.name, data=await in_thread(probes.connect_all, routes, reply.key, call_s))
 
 
 async def local(config: Config, paths: list[str], limit_s: float) -> tuple[list[Finding], list[pb.PathFacts]]:

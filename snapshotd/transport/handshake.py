@@ -24,6 +24,7 @@ from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import BadConfig, Damaged, Denied, SnapshotError, from_wire
 from snapshotd.api.revocation import peer_of, revocations_of
 from snapshotd.transport.keys import Keys
+from snapshotd.transport.routes import Route
 from snapshotd.transport.sockets import CONNECT_S, fill, tune
 
 _LENGTH = struct.Struct(">I")
@@ -67,15 +68,22 @@ def peer_node(connection: ssl.SSLSocket, credentials: Credentials) -> str:
 
 
 def connect(
-    host: str, port: int, key: bytes, context: ssl.SSLContext, credentials: Credentials, node: str
+    route: Route,
+    key: bytes,
+    context: ssl.SSLContext,
+    credentials: Credentials,
+    node: str,
+    limit_s: float = CONNECT_S,
 ) -> tuple[socket.socket, Keys]:
-    """A connection to the target `node`, and its keys. Blocks.
+    """A connection to the target `node`, and its keys. Blocks; `limit_s` is that of connecting alone.
 
     Raises OSError if the target cannot be reached or shows no certificate of that name, Denied if its certificate was
     revoked, and what the target answers if it refuses the connection.
     """
-    plain = socket.create_connection((host, port), timeout=CONNECT_S)
+    own = (route.own, 0) if route.own else None
+    plain = socket.create_connection((route.host, route.port), timeout=limit_s, source_address=own)
     try:
+        plain.settimeout(CONNECT_S)
         tune(plain)
         return join(plain, key, context, credentials, node)
     except BaseException:

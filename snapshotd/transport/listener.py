@@ -1,4 +1,4 @@
-"""The listening port of one move. Both data channels accept their connections here.
+"""The listening ports of one move, one at each of the node's addresses for data. Both data channels accept connections here.
 
 A channel is opened and authorised over gRPC, whose reply carries the port and a key that only the move's source receives. Any
 host that reaches the port may connect, so each connection first has to authenticate: TLS where the channel uses it, then
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
+from snapshotd.api.addresses import join_address
 from snapshotd.api.errors import Busy, Internal, SnapshotError
 from snapshotd.runtime.logs import Throttle
 from snapshotd.transport import sockets
@@ -43,20 +44,24 @@ class MoveListener:
         hosts: Sequence[str],
         serve: Callable[[socket.socket], None],
         *,
+        data_addresses: Sequence[str] = (),
         tls: ssl.SSLContext | None = None,
         max_pending: int = MAX_PENDING,
         max_admitted: int | None = None,
         open_s: float | None = None,
     ) -> None:
-        """Binds a free port of the first of `hosts` that is an address of this machine; Internal if none is.
+        """Binds a free port at each of `data_addresses` that this machine has; without any, at the first of `hosts`
+        that it has. Internal if it has none of them.
 
         `what` names the channel in logs. `serve` runs in the connection's thread, and calls `admit` once the peer has
         authenticated; the connection is closed when it returns.
         """
         self._what, self._serve, self._tls = what, serve, tls
         self._max_pending, self._max_admitted, self._open_s = max_pending, max_admitted, open_s
-        self._socket = _bind(hosts, what)
-        self.port: int = self._socket.getsockname()[1]
+        self._sockets, named = _bind_all(hosts, data_addresses, what)
+        self.port: int = self._sockets[0].getsockname()[1]
+        #: Where to connect, if that is not `port` at the address by which this node is known.
+        self.endpoints = [join_address(*one.getsockname()[:2]) for one in self._sockets] if named else []
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._closing = False
@@ -67,7 +72,9 @@ class MoveListener:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        self._begin(threading.Thread(target=self._accept_all, name=f"{self._what} listener", daemon=True))
+        for listener in self._sockets:
+            name = f"{self._what} listener"
+            self._begin(threading.Thread(target=self._accept_all, args=(listener,), name=name, daemon=True))
 
     @property
     def accepting(self) -> bool:
@@ -88,7 +95,8 @@ class MoveListener:
     def stop(self) -> None:
         """No new connection is accepted: the kernel refuses it at once. Idempotent, does not block."""
         self._stopped.set()
-        hang_up(self._socket)
+        for listener in self._sockets:
+            hang_up(listener)
 
     def close(self) -> None:
         """Ends every connection and waits for the threads. Idempotent."""
@@ -103,7 +111,8 @@ class MoveListener:
                 break
             for thread in threads:
                 thread.join()
-        self._socket.close()
+        for listener in self._sockets:
+            listener.close()
 
     def _begin(self, thread: threading.Thread) -> None:
         with self._lock:
@@ -111,17 +120,17 @@ class MoveListener:
             thread.start()  # under the lock: a thread that has not started cannot be joined
             self._threads.append(thread)
 
-    def _accept_all(self) -> None:
+    def _accept_all(self, listener: socket.socket) -> None:
         ends_s = None if self._open_s is None else monotonic() + self._open_s
-        with self._socket:
+        with listener:
             while not self._stopped.is_set():
                 if ends_s is not None:
                     left_s = ends_s - monotonic()
                     if left_s <= 0:
                         break
-                    self._socket.settimeout(left_s)
+                    listener.settimeout(left_s)
                 try:
-                    connection, address = self._socket.accept()
+                    connection, address = listener.accept()
                 except TimeoutError:
                     break
                 except ConnectionError:  # the peer has hung up already
@@ -185,21 +194,33 @@ def _shake_hands(connection: ssl.SSLSocket) -> None:
         raise
 
 
-def _bind(hosts: Sequence[str], what: str) -> socket.socket:
+def _bind_all(hosts: Sequence[str], data_addresses: Sequence[str], what: str) -> tuple[list[socket.socket], bool]:
+    """Ports at all addresses for data that this machine has and True, or one at the first of `hosts` and False."""
+    found = []
+    for address in data_addresses:
+        try:
+            found.append(_bind(address))
+        except OSError as error:
+            log.warning("%s: no port at %s, which data_addresses has: %s", what, address, error.strerror or error)
+    if found:
+        return found, True
     failures = []
     for host in hosts:
         try:
-            family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                tune(listener)
-                listener.bind(address)
-                listener.listen()
-            except BaseException:
-                listener.close()
-                raise
+            return [_bind(host)], False
         except OSError as error:  # advertised but translated on the way (NAT): not an address of this machine
             failures.append(f"{host}: {error.strerror or error}")
-            continue
-        return listener
     raise Internal(f"{what}: no port can be opened: {'; '.join(failures)}")
+
+
+def _bind(host: str) -> socket.socket:
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        tune(listener)
+        listener.bind(address)
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -160,7 +160,9 @@ class Source:
         self.stopped_others = 0
         room = Room(folder / "memory", "a")
         store = ImageStore(folder / "images", room=room)
-        config = SimpleNamespace(image_dir=folder / "images", device_channel="encrypted", hold_device_memory=False)
+        config = SimpleNamespace(
+            image_dir=folder / "images", device_channel="encrypted", hold_device_memory=False, data_addresses=()
+        )
         holder = Holder(folder / "holder.sock")
         self.node: Any = SimpleNamespace(
             config=config, store=store, client=self._client, room=room, holder=holder, credentials=None
@@ -198,7 +200,7 @@ class Source:
 
     async def _outgoing(self, *arguments: Any, encrypted: bool) -> Channel:
         assert encrypted
-        self.channel = Channel(arguments[5], arguments[6])
+        self.channel = Channel(arguments[4], arguments[5])
         return self.channel
 
     async def _let_go(self, processes: Sequence[Process]) -> None:

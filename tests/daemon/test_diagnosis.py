@@ -165,18 +165,35 @@ async def test_routes_say_which_port_fails_and_why(port: Probes) -> None:
     async def is_down() -> pb.OpenProbeReply:
         raise Unreachable("does not answer\nmore lines")
 
+    async def has_a_dead_interface() -> pb.OpenProbeReply:
+        reply = port.open()
+        return pb.OpenProbeReply(key=reply.key, endpoints=[f"127.0.0.1:{reply.port}", f"127.0.0.9:{unheard_port}"])
+
+    async def talks_nonsense() -> pb.OpenProbeReply:
+        return pb.OpenProbeReply(endpoints=["nowhere"])
+
+    unheard = socket.socket()
+    unheard.bind(("127.0.0.9", 0))  # and does not listen
+    unheard_port = unheard.getsockname()[1]
     peers = {"works": works, "hangs": hangs, "old": is_old, "down": is_down}
+    peers |= {"half": has_a_dead_interface, "odd": talks_nonsense}
     node: Any = SimpleNamespace(
-        config=SimpleNamespace(advertise="127.0.0.1:7070", listen="127.0.0.1:7070"),
+        config=SimpleNamespace(advertise="127.0.0.1:7070", listen="127.0.0.1:7070", data_addresses=()),
         client=lambda name, endpoint: Peer(peers[name]),
     )
     asked = [pb.PeerNode(name=name, endpoint="127.0.0.1:7070") for name in peers]
-    routes = {route.peer: (route.control, route.data) for route in await run.Diagnosis(node)._routes(asked, 20.0)}
+    with unheard:
+        routes = {
+            route.peer: (route.control.partition(", like")[0], route.data)
+            for route in await run.Diagnosis(node)._routes(asked, 20.0)
+        }
     assert routes == {
         "works": ("", ""),
         "hangs": ("no answer within 10 s", ""),
         "old": ("", "its daemon is too old to open a port for this"),
         "down": ("does not answer", ""),
+        "half": ("", "127.0.0.9: Connection refused"),
+        "odd": ("it announces an address for data that is none: 'nowhere' is not an address with a port", ""),
     }
 
 
@@ -216,7 +233,7 @@ def test_the_mtu_of_an_address_is_found() -> None:
     ],
 )
 async def test_path_between_other_addresses_than_those_of_nodes_is_not_tried(address: str, ip: str, port: int) -> None:
-    config = SimpleNamespace(node="node-1", advertise="127.0.0.1:1", listen="127.0.0.1:1")
+    config = SimpleNamespace(node="node-1", advertise="127.0.0.1:1", listen="127.0.0.1:1", data_addresses=())
     request = pb.OpenProbeRequest(address=address, far=pb.Endpoint(ip=ip, port=port))
     with pytest.raises(Usage):
         await run.Diagnosis(cast(Any, SimpleNamespace(config=config))).open_probe(request)

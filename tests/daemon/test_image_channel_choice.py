@@ -57,7 +57,9 @@ class SourceNode:
 def config(tmp_path: Path) -> Any:
     pki.init(tmp_path / "ca")
     identity = pki.issue_node(tmp_path / "ca", "node-2")
-    return SimpleNamespace(credentials=Credentials(identity.ca, identity.cert, identity.key), streams=3)
+    return SimpleNamespace(
+        credentials=Credentials(identity.ca, identity.cert, identity.key), streams=3, data_addresses=()
+    )
 
 
 async def kinds(node: Any, begin: Begin = BEGIN) -> list[type]:
@@ -70,11 +72,39 @@ async def kinds(node: Any, begin: Begin = BEGIN) -> list[type]:
 
 async def test_bulk_connections_are_preferred(config: Any, tmp_path: Path) -> None:
     receivers = BulkReceivers(ImageStore(tmp_path / "images"), config.credentials, ["127.0.0.1"])
-    port, key = receivers.open(MOVE, "node-2")
+    port, key, _ = receivers.open(MOVE, "node-2")
     assert (
         await kinds(SourceNode(config, pb.OpenImageChannelReply(port=port, key=key, sealed=True))) == [BulkStream] * 3
     )
     receivers.close_all()
+
+
+async def test_connections_are_spread_over_the_addresses_for_data(
+    config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last one answers nobody: its connection goes by another route, and the move does not fail."""
+    config.data_addresses = ("127.0.0.11", "127.0.0.12", "127.0.0.13")
+    there = ["127.0.0.2", "127.0.0.3"]
+    receivers = BulkReceivers(ImageStore(tmp_path / "images"), config.credentials, ["192.0.2.1"], there)
+    port, key, endpoints = receivers.open(MOVE, "node-2")
+    with socket.socket() as dead:
+        dead.bind(("127.0.0.4", 0))  # and does not listen
+        endpoints = [*endpoints, f"127.0.0.4:{dead.getsockname()[1]}"]
+        reply = pb.OpenImageChannelReply(port=port, key=key, sealed=True, endpoints=endpoints)
+        async with streams_to_target(SourceNode(config, reply), BEGIN) as streams:  # type: ignore[arg-type]
+            ends = [one._connection._socket for one in streams if isinstance(one, BulkStream)]
+            used = [(end.getsockname()[0], end.getpeername()[0]) for end in ends]
+            for stream in streams:
+                stream.cancel()
+                await stream.ended()
+    assert used == [("127.0.0.11", "127.0.0.2"), ("127.0.0.12", "127.0.0.3"), ("127.0.0.11", "127.0.0.2")]
+    assert "no connection for images to node-2 at 127.0.0.4" in caplog.text
+    receivers.close_all()
+
+
+async def test_nonsense_instead_of_addresses_falls_back_to_grpc(config: Any) -> None:
+    reply = pb.OpenImageChannelReply(port=1, key=b"k", sealed=True, endpoints=["nowhere"])
+    assert await kinds(SourceNode(config, reply)) == [PushCall] * 3
 
 
 async def test_closed_port_falls_back_to_grpc_and_logs_one_line(config: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -108,7 +138,7 @@ async def test_target_of_an_older_version_gets_the_images_over_grpc(
 
 async def test_refused_connection_is_not_a_reason_to_use_grpc(config: Any, tmp_path: Path) -> None:
     receivers = BulkReceivers(ImageStore(tmp_path / "images"), config.credentials, ["127.0.0.1"])
-    port, _ = receivers.open(MOVE, "node-2")
+    port, _, _ = receivers.open(MOVE, "node-2")
     with pytest.raises(Denied, match="not the key") as found:
         await kinds(SourceNode(config, pb.OpenImageChannelReply(port=port, key=b"k" * 32, sealed=True)))
     assert found.value.where is Where.SOURCE_FROZEN

@@ -51,7 +51,7 @@ class Here:
             get=lambda uid, role: self.entry, all=lambda: [self.entry], has_ended=lambda entry: False
         )
         node: Any = SimpleNamespace(
-            config=SimpleNamespace(advertise="b:1", listen="b:1", image_dir=folder / "images"),
+            config=SimpleNamespace(advertise="b:1", listen="b:1", data_addresses=(), image_dir=folder / "images"),
             journal=self.journal,
             ranks=ranks,
             store=SimpleNamespace(drop_soon=lambda move: None),

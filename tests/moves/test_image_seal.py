@@ -94,6 +94,7 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         node="spare-1",
         advertise="127.0.0.1:1",
         listen="127.0.0.1:1",
+        data_addresses=(),
         allow_root_ranks=False,
         state_dir=tmp_path,
         criu="/bin/true",

@@ -72,6 +72,7 @@ def node(tmp_path: Path, other: Other) -> Any:
         image_dir=tmp_path / "images",
         advertise="127.0.0.1:1",
         listen="127.0.0.1:1",
+        data_addresses=(),
         allow_root_ranks=True,
         connection_users=(),
         credentials=None,

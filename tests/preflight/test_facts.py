@@ -58,7 +58,7 @@ def test_mapped_node_local_library_is_carried_with_its_directories(rank: Starter
 def test_priorities_of_users_processes_are_facts(rank: Starter) -> None:
     as_user = "os.setgroups([]); os.setresgid(*[1500] * 3); os.setresuid(*[1500] * 3)"
     lower = "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 4096))"
-    facts, _ = rank(f"{lower}; os.nice(-4); {as_user}").inspect()
+    facts, _ = rank(f"{lower}; os.setpriority(os.PRIO_PROCESS, 0, -4); {as_user}").inspect()
     assert (facts.priorities.nice, facts.priorities.realtime, facts.priorities.limits["memlock"]) == (-4, 0, 4096)
     facts, _ = rank("os.nice(-4)").inspect()
     assert not facts.HasField("priorities"), "root could set any"

@@ -59,7 +59,7 @@ def test_all_kinds_of_threads_are_parked_in_one_process(work: StartWork) -> None
     job.moves()
     box = job.mailbox()
     for _ in range(3):
-        box.park(30)
+        box.park(120)
         job.stands_still()
         box.release(30)
         job.moves()
@@ -73,7 +73,7 @@ def test_threads_that_allocate_are_parked_two_hundred_times(work: StartWork, sam
     job.moves()
     box = job.mailbox()
     for _ in sampled(range(200), 30):
-        box.park(30)
+        box.park(120)
         before = job.counters()
         assert job.counters() == before
         box.release(30)

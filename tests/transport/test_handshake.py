@@ -19,6 +19,7 @@ from snapshotd.api.errors import Busy, Damaged, SnapshotError
 from snapshotd.transport import handshake
 from snapshotd.transport.handshake import tls_context
 from snapshotd.transport.keys import Keys
+from snapshotd.transport.routes import Route
 from snapshotd.transport.sealed import SealedConnection
 from tests.transport.image.targets import issue
 
@@ -52,7 +53,9 @@ def target(credentials: Credentials, serve: Callable[[ssl.SSLSocket], object]) -
 
 
 def connect(port: int, credentials: Credentials) -> tuple[socket.socket, Keys]:
-    return handshake.connect("127.0.0.1", port, KEY, tls_context(credentials, server_side=False), credentials, NODE)
+    return handshake.connect(
+        Route("127.0.0.1", port), KEY, tls_context(credentials, server_side=False), credentials, NODE
+    )
 
 
 def proven(connection: ssl.SSLSocket, credentials: Credentials) -> Keys:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.addresses import split_address
 from snapshotd.api.client import UnknownMethod
 from snapshotd.api.errors import Internal, SnapshotError, Timeout, Unreachable
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.transport.device.outgoing import Outgoing
+from snapshotd.transport.routes import routes_to
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +69,7 @@ class SourceChannel:
                     remedy="see device_channel",
                 )
             self.outgoing = await Outgoing.open(
-                split_address(begin.target_endpoint)[0],
-                opened.port,
+                routes_to(begin.target_endpoint, opened.port, opened.endpoints, config.data_addresses),
                 opened.key,
                 begin.target_node,
                 self.node.credentials,

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.addresses import split_address
 from snapshotd.api.errors import Internal, SnapshotError, Unreachable, Where
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import Begin
@@ -16,6 +15,7 @@ from snapshotd.runtime.spans import span
 from snapshotd.transport.image.bulk_sender import open_streams
 from snapshotd.transport.image.grpc_channel import PushCall
 from snapshotd.transport.image.stream import Stream
+from snapshotd.transport.routes import routes_to
 
 log = logging.getLogger(__name__)
 
@@ -70,17 +70,15 @@ async def _beside_grpc(node: Node, begin: Begin) -> Sequence[Stream]:
             )
         if not channel.sealed:
             raise Internal("its version of snapshotd is older, and knows others")
+        routes = routes_to(begin.target_endpoint, channel.port, channel.endpoints, config.data_addresses)
     except Internal as error:  # the target has no port for it, or its version does not support it
         log.warning("gRPC carries the images: %s has no bulk connection: %s", begin.target_node, error.message)
         return []
     except SnapshotError as error:
         error.where = Where.SOURCE_FROZEN
         raise
-    host, _ = split_address(begin.target_endpoint)
     try:
-        return await open_streams(
-            host, channel.port, channel.key, config.credentials, begin.target_node, config.streams
-        )
+        return await open_streams(routes, channel.key, config.credentials, begin.target_node, config.streams)
     except Unreachable as error:
         log.warning("gRPC carries the images: the bulk connection cannot be established: %s", error.message)
         return []

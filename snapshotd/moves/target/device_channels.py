@@ -15,8 +15,8 @@ from snapshotd.transport.device.stripe_names import MAX_STRIPES
 class DeviceChannels:
     """All channels of this node. Not thread-safe: belongs to one event loop."""
 
-    def __init__(self, hosts: Sequence[str], credentials: Credentials) -> None:
-        self._hosts, self._credentials = hosts, credentials
+    def __init__(self, hosts: Sequence[str], credentials: Credentials, data_addresses: Sequence[str] = ()) -> None:
+        self._hosts, self._credentials, self._data_addresses = hosts, credentials, data_addresses
         self._open: dict[str, Incoming] = {}
 
     async def open(
@@ -39,6 +39,7 @@ class DeviceChannels:
             self._credentials,
             encrypted=not plain,
             expected_bytes=expected_bytes,
+            data_addresses=self._data_addresses,
         )
         return incoming
 

@@ -56,8 +56,9 @@ class TargetSettling(Steps):
         self.relays = relays
         self.forwarding = forwarding
         hosts = [split_address(address)[0] for address in (node.config.advertise, node.config.listen)]
-        self.bulk_receivers = BulkReceivers(node.store, node.credentials, hosts)
-        self.device_channels = DeviceChannels(hosts, node.credentials)
+        data_addresses = node.config.data_addresses
+        self.bulk_receivers = BulkReceivers(node.store, node.credentials, hosts, data_addresses)
+        self.device_channels = DeviceChannels(hosts, node.credentials, data_addresses)
 
     async def adopt_journal(self) -> None:
         """At start: takes up every unsettled move from before the restart; drops copies that cannot be completed."""

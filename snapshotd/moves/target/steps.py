@@ -175,8 +175,8 @@ class TargetSteps(TargetSettling):
         await reach(Point.RECEIVING)
         _must_be_sealed(request.sealed, caller)
         async with self.working_on(move, "stream") as moving:
-            port, key = await in_thread(self.bulk_receivers.open, move, moving.log.begin.source_node)
-        return pb.OpenImageChannelReply(port=port, key=key, sealed=True)
+            port, key, endpoints = await in_thread(self.bulk_receivers.open, move, moving.log.begin.source_node)
+        return pb.OpenImageChannelReply(port=port, key=key, sealed=True, endpoints=endpoints)
 
     @step
     async def open_device_channel(self, request: pb.OpenDeviceChannelRequest, caller: str) -> pb.OpenDeviceChannelReply:
@@ -194,7 +194,9 @@ class TargetSteps(TargetSettling):
                 expected_bytes=request.expected_bytes,
             )
             await in_thread(self.node.store.set_aside, request.move, request.names, request.expected_bytes)
-        return pb.OpenDeviceChannelReply(port=incoming.port, key=incoming.key, plain=plain, sealed=True)
+        return pb.OpenDeviceChannelReply(
+            port=incoming.port, key=incoming.key, plain=plain, sealed=True, endpoints=incoming.endpoints
+        )
 
     @step
     async def seal(self, request: pb.SealRequest, caller: str) -> pb.SealReply:

@@ -51,6 +51,7 @@ class Incoming:
         self,
         names: Sequence[str],
         hosts: Sequence[str],
+        data_addresses: Sequence[str],
         source_node: str,
         credentials: Credentials,
         loop: asyncio.AbstractEventLoop,
@@ -65,10 +66,11 @@ class Incoming:
             self._channel,
             hosts,
             self._admit,
+            data_addresses=data_addresses,
             tls=handshake.tls_context(credentials, server_side=True),
             max_pending=MAX_PENDING + len(names),
         )
-        self.port = self._listener.port
+        self.port, self.endpoints = self._listener.port, self._listener.endpoints
         self.key = secrets.token_bytes(KEY_BYTES)
         #: The first failure, as soon as it is known.
         self.failed: SnapshotError | None = None
@@ -84,14 +86,17 @@ class Incoming:
         *,
         encrypted: bool,
         expected_bytes: int = 0,
+        data_addresses: Sequence[str] = (),
     ) -> Incoming:
-        """Listens at the first of `hosts` that is an address of this machine; starts one child per name; creates empty files.
+        """Listens as MoveListener describes; starts one child per name; creates empty files.
 
         `expected_bytes`: the size of all stripes together, a hint for memory to reserve; Full if less is free."""
         checked(names)
         await in_thread(_check_room, folder, expected_bytes)
         loop = asyncio.get_running_loop()
-        incoming = await in_thread(cls, names, hosts, source_node, credentials, loop, encrypted=encrypted)
+        incoming = await in_thread(
+            cls, names, hosts, data_addresses, source_node, credentials, loop, encrypted=encrypted
+        )
         try:
             for stripe in incoming._stripes:
                 settings = {"path": str(folder / stripe.name), "expected_bytes": expected_bytes // len(names)}

@@ -28,6 +28,7 @@ from snapshotd.transport.device.child import Child, child_error
 from snapshotd.transport.device.stripe_names import checked, purpose_of
 from snapshotd.transport.keys import Keys
 from snapshotd.transport.listener import KEY_BYTES
+from snapshotd.transport.routes import Route, in_turn
 from snapshotd.transport.sockets import CONNECT_S, hang_up, tune
 
 log = logging.getLogger(__name__)
@@ -80,8 +81,7 @@ class Outgoing:
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        routes: Sequence[Route],
         key: bytes,
         node: str,
         credentials: Credentials,
@@ -90,7 +90,7 @@ class Outgoing:
         *,
         encrypted: bool,
     ) -> None:
-        self._host, self._port, self._key, self._node, self._encrypted = host, port, key, node, encrypted
+        self._routes, self._key, self._node, self._encrypted = routes, key, node, encrypted
         self._credentials, self._context = credentials, context
         self._stripes = {name: _Stripe(number, name) for number, name in enumerate(checked(names))}
         self._tasks: list[asyncio.Task[None]] = []
@@ -101,8 +101,7 @@ class Outgoing:
     @classmethod
     async def open(
         cls,
-        host: str,
-        port: int,
+        routes: Sequence[Route],
         key: bytes,
         node: str,
         credentials: Credentials,
@@ -115,7 +114,7 @@ class Outgoing:
         if len(key) != KEY_BYTES:  # anybody holds an empty key
             raise Internal(f"node {node} sent a key of {len(key)} bytes for its device-memory channel, not {KEY_BYTES}")
         context = await in_thread(handshake.tls_context, credentials, server_side=False)
-        outgoing = cls(host, port, key, node, credentials, context, names, encrypted=encrypted)
+        outgoing = cls(routes, key, node, credentials, context, names, encrypted=encrypted)
         try:
             for stripe in outgoing._stripes.values():
                 stripe.child = await Child.start(_SEND, {"path": str(folder / stripe.name)}, [stripe.grown])
@@ -259,29 +258,43 @@ class Outgoing:
 
     async def _reach(self, stripe: _Stripe) -> tuple[socket.socket, Keys]:
         """A connection whose peer is the target, and the connection's own keys."""
-        where = f"node {self._node} at {self._host}:{self._port}"
+        failed: Unreachable | None = None
+        for route, limit_s in in_turn(self._routes, stripe.number):
+            try:
+                return await self._reach_by(route, limit_s, stripe)
+            except Unreachable as error:
+                if len(self._routes) > 1:  # else the caller says it
+                    log.warning("no connection for device memory: %s", error.message)
+                failed = failed or error
+        assert failed is not None
+        raise failed
+
+    async def _reach_by(self, route: Route, limit_s: float, stripe: _Stripe) -> tuple[socket.socket, Keys]:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(CONNECT_S):
-                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            async with asyncio.timeout(limit_s) as limit:
+                found = await loop.getaddrinfo(route.host, route.port, type=socket.SOCK_STREAM)
                 family, *_, address = found[0]
                 connection = socket.socket(family, socket.SOCK_STREAM)
                 try:
                     tune(connection)
                     connection.setblocking(False)
+                    if route.own:
+                        connection.bind((route.own, 0))
                     await loop.sock_connect(connection, address)
+                    limit.reschedule(loop.time() + CONNECT_S)
                     connection.settimeout(CONNECT_S)
                     return await self._join(connection, purpose_of(stripe.number, stripe.name))
                 except BaseException:
                     connection.close()
                     raise
         except TimeoutError as error:
-            raise Unreachable(f"{where}: no answer within {CONNECT_S:.0f} s") from error
+            raise Unreachable(f"node {self._node} at {route}: no answer within {limit_s:.0f} s") from error
         except OSError as error:
             # asyncio's own text names no cause; the number of an SSLError is not one of the system's.
             unnamed = not error.errno or isinstance(error, ssl.SSLError)
             why = str(error) if unnamed else os.strerror(error.errno or 0)
-            raise Unreachable(f"{where}: {why}") from error
+            raise Unreachable(f"node {self._node} at {route}: {why}") from error
 
     async def _join(self, connection: socket.socket, purpose: bytes) -> tuple[socket.socket, Keys]:
         """The handshake, in a thread that ends at once if this is cancelled."""

@@ -35,22 +35,27 @@ OPEN_S = 30.0
 class BulkReceivers:
     """All open bulk receivers of this node, one per move. Every method may block, and may be called from any thread."""
 
-    def __init__(self, store: ImageStore, credentials: Credentials, hosts: Sequence[str]) -> None:
-        """Listens at the first of `hosts` that is an address of this machine."""
-        self._store, self._credentials, self._hosts = store, credentials, hosts
+    def __init__(
+        self, store: ImageStore, credentials: Credentials, hosts: Sequence[str], data_addresses: Sequence[str] = ()
+    ) -> None:
+        """Listens as MoveListener describes."""
+        self._store, self._credentials = store, credentials
+        self._hosts, self._data_addresses = hosts, data_addresses
         self._lock = threading.Lock()
         self._open: dict[str, _BulkReceiver] = {}
 
-    def open(self, move: str, source_node: str) -> tuple[int, bytes]:
-        """(port, key) for the move; the same again as long as that port accepts connections."""
+    def open(self, move: str, source_node: str) -> tuple[int, bytes, Sequence[str]]:
+        """(port, key, endpoints) for the move; the same again as long as the port accepts connections."""
         with self._lock:
             receiver = self._open.get(move)
             if receiver is None or not receiver.listener.accepting:
-                fresh = _BulkReceiver(self._store, move, source_node, self._credentials, self._hosts)
+                fresh = _BulkReceiver(
+                    self._store, move, source_node, self._credentials, self._hosts, self._data_addresses
+                )
                 if receiver is not None:
                     receiver.listener.close()
                 receiver = self._open[move] = fresh
-        return receiver.listener.port, receiver.key
+        return receiver.listener.port, receiver.key, receiver.listener.endpoints
 
     def is_busy(self, move: str) -> bool:
         """Whether images of the move are arriving, or may do so any moment."""
@@ -73,7 +78,13 @@ class _BulkReceiver:
     """The port of one move, and the connections to it."""
 
     def __init__(
-        self, store: ImageStore, move: str, source_node: str, credentials: Credentials, hosts: Sequence[str]
+        self,
+        store: ImageStore,
+        move: str,
+        source_node: str,
+        credentials: Credentials,
+        hosts: Sequence[str],
+        data_addresses: Sequence[str],
     ) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
         self._store, self._move, self._source_node, self._credentials = store, move, source_node, credentials
@@ -82,6 +93,7 @@ class _BulkReceiver:
             self._channel,
             hosts,
             self._serve,
+            data_addresses=data_addresses,
             tls=handshake.tls_context(credentials, server_side=True),
             max_admitted=grpc_channel.MAX_STREAMS_PER_MOVE,
             open_s=OPEN_S,

@@ -7,11 +7,14 @@ the interpreter's lock, so the threads use as many cores as there are connection
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import select
 import socket
+import ssl
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import Damaged, Internal, SnapshotError, Unreachable
@@ -20,20 +23,24 @@ from snapshotd.transport import handshake
 from snapshotd.transport.image.frame import Answer, Frame, parse_answer
 from snapshotd.transport.image.messages import next_bytes, send_end, send_frame
 from snapshotd.transport.keys import Keys
+from snapshotd.transport.routes import Route, in_turn
 from snapshotd.transport.sealed import SealedConnection, Unauthentic
+
+log = logging.getLogger(__name__)
 
 _MAX_ANSWER_BYTES = 64 << 10
 
 
 async def open_streams(
-    host: str, port: int, key: bytes, credentials: Credentials, node: str, streams: int
+    routes: Sequence[Route], key: bytes, credentials: Credentials, node: str, streams: int
 ) -> list[BulkStream]:
-    """Connections to the port that the target has opened. Unreachable if any fails: the caller then uses gRPC.
+    """Connections to the ports that the target has opened. Unreachable if one has no route that works: the caller then uses
+    gRPC.
 
     Raises what the target answers if it refuses one."""
     context = await in_thread(handshake.tls_context, credentials, server_side=False)
-    where = (host, port, key, context, credentials, node)
-    connecting = [in_thread(handshake.connect, *where) for _ in range(streams)]
+    about = (key, context, credentials, node)
+    connecting = [in_thread(_connect, routes, number, *about) for number in range(max(streams, len(routes)))]
     found = await asyncio.gather(*connecting, return_exceptions=True)
     opened = [one for one in found if not isinstance(one, BaseException)]
     failures = [one for one in found if isinstance(one, BaseException)]
@@ -42,8 +49,23 @@ async def open_streams(
             connection.close()
         if not isinstance(failures[0], OSError):
             raise failures[0]
-        raise Unreachable(f"node {node} at {host}:{port}: {failures[0]}") from failures[0]
+        raise Unreachable(f"node {node} at {routes[0]}: {failures[0]}") from failures[0]
     return [BulkStream(connection, keys) for connection, keys in opened]
+
+
+def _connect(
+    routes: Sequence[Route], first: int, key: bytes, context: ssl.SSLContext, credentials: Credentials, node: str
+) -> tuple[socket.socket, Keys]:
+    failed: OSError | None = None
+    for route, limit_s in in_turn(routes, first):
+        try:
+            return handshake.connect(route, key, context, credentials, node, limit_s)
+        except OSError as error:
+            if len(routes) > 1:  # else the caller says it
+                log.warning("no connection for images to %s at %s: %s", node, route, error)
+            failed = error
+    assert failed is not None
+    raise failed
 
 
 class BulkStream:

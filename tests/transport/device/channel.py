@@ -17,6 +17,7 @@ from snapshotd.transport import handshake
 from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.device.records import HEADER_BYTES, RECORD_BYTES
+from snapshotd.transport.routes import Route
 from snapshotd.transport.sealed import TAG_BYTES
 
 SOURCE, TARGET = "node-1", "node-2"
@@ -87,7 +88,9 @@ class Nodes:
         return {name: (self.there / name).read_bytes() for name in names}
 
     @asynccontextmanager
-    async def incoming(self, names: Sequence[str], *, expected_bytes: int = 0) -> AsyncIterator[Incoming]:
+    async def incoming(
+        self, names: Sequence[str], *, expected_bytes: int = 0, data_addresses: Sequence[str] = ()
+    ) -> AsyncIterator[Incoming]:
         opened = await Incoming.open(
             self.there,
             names,
@@ -96,6 +99,7 @@ class Nodes:
             self.target,
             encrypted=self.encrypted,
             expected_bytes=expected_bytes,
+            data_addresses=data_addresses,
         )
         try:
             yield opened
@@ -103,10 +107,11 @@ class Nodes:
             await opened.close()
 
     @asynccontextmanager
-    async def outgoing(self, port: int, key: bytes, names: Sequence[str]) -> AsyncIterator[Outgoing]:
-        opened = await Outgoing.open(
-            "127.0.0.1", port, key, TARGET, self.source, self.here, names, encrypted=self.encrypted
-        )
+    async def outgoing(
+        self, port: int, key: bytes, names: Sequence[str], routes: Sequence[Route] = ()
+    ) -> AsyncIterator[Outgoing]:
+        routes = routes or [Route("127.0.0.1", port)]
+        opened = await Outgoing.open(routes, key, TARGET, self.source, self.here, names, encrypted=self.encrypted)
         try:
             yield opened
         finally:

@@ -23,6 +23,7 @@ from snapshotd.transport.device.child import Child
 from snapshotd.transport.device.connection import read_reply
 from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.device.records import HEADER_BYTES, REPLY_BYTES, Kind, Record, reply
+from snapshotd.transport.routes import Route, routes_to
 from snapshotd.transport.sealed import TAG_BYTES, Connection
 from tests.transport.device.channel import (
     MIB,
@@ -139,6 +140,22 @@ async def test_connection_that_breaks_every_time_is_unreachable(nodes: Nodes) ->
         assert proxy.connections == 4
 
 
+async def test_a_stripe_whose_own_route_is_dead_takes_another(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = nodes.fill({name: noise(2 * MIB) for name in ("a", "b", "c")})
+    names = list(sizes)
+    async with nodes.incoming(names, data_addresses=["127.0.0.2", "127.0.0.3"]) as incoming:
+        with socket.socket() as dead:
+            dead.bind(("127.0.0.4", 0))  # and does not listen
+            endpoints = [incoming.endpoints[0], f"127.0.0.4:{dead.getsockname()[1]}", incoming.endpoints[1]]
+            routes = routes_to("127.0.0.1:1", 1, endpoints, [])
+            async with nodes.outgoing(0, incoming.key, names, routes) as outgoing:
+                outgoing.finish(sizes)
+                await outgoing.wait()
+        assert await incoming.wait(60) == sizes
+    assert nodes.arrived(names) == {name: (nodes.here / name).read_bytes() for name in names}
+    assert "no connection for device memory: node node-2 at 127.0.0.4" in caplog.text
+
+
 @pytest.mark.usefixtures("impatient")
 async def test_target_that_is_gone_is_unreachable(nodes: Nodes) -> None:
     async with nodes.both(["a"]) as (incoming, outgoing, proxy):
@@ -161,7 +178,7 @@ async def test_opening_is_cancelled_at_once_although_the_target_is_silent(
     with socket.create_server(("127.0.0.1", 0)) as server:
         opening = asyncio.create_task(
             Outgoing.open(
-                *("127.0.0.1", server.getsockname()[1], bytes(32), TARGET, plain.source, plain.here, ["a"]),
+                *([Route("127.0.0.1", server.getsockname()[1])], bytes(32), TARGET, plain.source, plain.here, ["a"]),
                 encrypted=False,
             )
         )

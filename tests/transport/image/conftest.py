@@ -117,7 +117,7 @@ def serve_bulk(certificates: Credentials, store: ImageStore, monkeypatch: pytest
 
         monkeypatch.setattr(bulk_receiver._BulkReceiver, "_receive", watched)
         monkeypatch.setattr(bulk_receiver, "SealedConnection", Altered)
-        target.port, target.key = target.receivers.open(MOVE, NODE)
+        target.port, target.key, _ = target.receivers.open(MOVE, NODE)
         try:
             yield target
         finally:

@@ -26,6 +26,7 @@ from snapshotd.transport.image.grpc_channel import MOVE_KEY, PushCall
 from snapshotd.transport.image.messages import next_bytes, send_end, send_message
 from snapshotd.transport.image.store import ImageStore
 from snapshotd.transport.image.stream import Stream
+from snapshotd.transport.routes import Route
 from snapshotd.transport.sealed import Connection, SealedConnection
 
 MOVE = "m-0123456789ab"
@@ -105,9 +106,8 @@ class BulkTarget(Target):
     key: bytes
 
     async def streams(self) -> Sequence[Stream]:
-        return await bulk_sender.open_streams(
-            "127.0.0.1", self.port, self.key, self.credentials, NODE, self.stream_count
-        )
+        routes = [Route("127.0.0.1", self.port)]
+        return await bulk_sender.open_streams(routes, self.key, self.credentials, NODE, self.stream_count)
 
     async def answers(self, *messages: bytes) -> list[Answer]:
         return await in_thread(self._answers, messages)
@@ -116,7 +116,7 @@ class BulkTarget(Target):
         ours = credentials or self.credentials
         context = handshake.tls_context(ours, server_side=False)
         key = self.key if key is None else key
-        return SealedConnection(*handshake.connect("127.0.0.1", self.port, key, context, ours, NODE))
+        return SealedConnection(*handshake.connect(Route("127.0.0.1", self.port), key, context, ours, NODE))
 
     def _answers(self, messages: Sequence[bytes]) -> list[Answer]:
         try:

@@ -13,6 +13,7 @@ from snapshotd.api.errors import Damaged, Unreachable
 from snapshotd.transport.image.bulk_sender import BulkStream, open_streams
 from snapshotd.transport.image.frame import Answer, Kind, data_frame
 from snapshotd.transport.image.sender import Sender
+from snapshotd.transport.routes import Route
 from tests.transport.device.channel import Proxy, flipped
 from tests.transport.image.targets import MOVE, NODE, BulkTarget, Serve, hang_up
 
@@ -43,7 +44,7 @@ WAYS: dict[str, Callable[[bytes, bytes], bytes | None]] = {
 
 
 async def connected(target: BulkTarget, port: int) -> BulkStream:
-    (stream,) = await open_streams("127.0.0.1", port, target.key, target.credentials, NODE, 1)
+    (stream,) = await open_streams([Route("127.0.0.1", port)], target.key, target.credentials, NODE, 1)
     assert await stream.send(data_frame(1, "a.img", 0, b"good"))
     assert await stream.receive() == Answer(Kind.OK, 1)
     return stream
@@ -105,6 +106,6 @@ async def test_recorded_connection_opens_nothing(serve_bulk: Serve, certificates
         again = b"".join(recorded)
         async with Proxy(target.port, lambda _, passed, part: b"" if passed else again, spared=False) as proxy:
             with pytest.raises(Unreachable):
-                await open_streams("127.0.0.1", proxy.port, target.key, certificates, NODE, 1)
+                await open_streams([Route("127.0.0.1", proxy.port)], target.key, certificates, NODE, 1)
         assert len(target.authorised) == admitted
         assert len(again) > 1000

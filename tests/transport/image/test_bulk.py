@@ -27,6 +27,7 @@ from snapshotd.transport.image.frame import MAX_CHUNK_BYTES, Answer, Kind, data_
 from snapshotd.transport.image.messages import send_end, send_frame, send_message
 from snapshotd.transport.image.store import ImageStore
 from snapshotd.transport.listener import KEY_BYTES
+from snapshotd.transport.routes import Route
 from tests.transport.image.targets import MOVE, NODE, BulkTarget, Serve, hang_up, issue, taken_from
 
 GOOD = data_frame(1, "a.img", 0, b"good")
@@ -77,9 +78,9 @@ async def test_certificate_of_another_authority_or_none_is_rejected(serve_bulk: 
         with pytest.raises(ssl.SSLError, match="unknown ca"):
             await in_thread(target.connect, target.key, half)
         with pytest.raises(Unreachable, match="certificate verify failed"):
-            await open_streams("127.0.0.1", target.port, target.key, other, NODE, 2)
+            await open_streams([Route("127.0.0.1", target.port)], target.key, other, NODE, 2)
         with pytest.raises(Unreachable, match="not valid for 'node-9'"):
-            await open_streams("127.0.0.1", target.port, target.key, target.credentials, "node-9", 1)
+            await open_streams([Route("127.0.0.1", target.port)], target.key, target.credentials, "node-9", 1)
         anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         anybody.load_verify_locations(target.credentials.ca)
         with (
@@ -116,7 +117,7 @@ async def test_slow_rejected_peer_still_receives_the_alert(serve_bulk: Serve, tm
 def shake_hands(target: BulkTarget, context: ssl.SSLContext) -> None:
     """Until the certificates are known to both."""
     with contextlib.suppress(Denied):
-        handshake.connect("127.0.0.1", target.port, target.key, context, target.credentials, NODE)[0].close()
+        handshake.connect(Route("127.0.0.1", target.port), target.key, context, target.credentials, NODE)[0].close()
 
 
 async def test_connection_uses_tls_1_3(serve_bulk: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,11 +147,11 @@ async def test_revoked_certificate_is_denied_by_sender_and_receiver(store: Image
         sides.append(Credentials(*(tmp_path / name / path.name for path in (issued.ca, issued.cert, issued.key))))
     sender, receiver = sides
     receivers = BulkReceivers(store, receiver, ["127.0.0.1"])
-    port, key = await in_thread(receivers.open, MOVE, NODE)
+    port, key, _ = await in_thread(receivers.open, MOVE, NODE)
 
     def connect() -> None:
         context = tls_context(sender, server_side=False)
-        handshake.connect("127.0.0.1", port, key, context, sender, NODE)[0].close()
+        handshake.connect(Route("127.0.0.1", port), key, context, sender, NODE)[0].close()
 
     try:
         await in_thread(connect)
@@ -167,9 +168,9 @@ async def test_revoked_certificate_is_denied_by_sender_and_receiver(store: Image
 async def test_open_is_idempotent_and_close_leaves_nothing(store: ImageStore, certificates: Credentials) -> None:
     receivers = BulkReceivers(store, certificates, ["192.0.2.1", "127.0.0.1"])  # the first is not this machine's
     store.create(MOVE, 1)
-    port, key = receivers.open(MOVE, NODE)
-    assert receivers.open(MOVE, NODE) == (port, key)
-    streams = await open_streams("127.0.0.1", port, key, certificates, NODE, 3)
+    port, key, _ = receivers.open(MOVE, NODE)
+    assert receivers.open(MOVE, NODE) == (port, key, [])
+    streams = await open_streams([Route("127.0.0.1", port)], key, certificates, NODE, 3)
     assert await streams[0].send(GOOD)
     assert await streams[0].receive() == Answer(Kind.OK, 1)
     await in_thread(receivers.close, MOVE)
@@ -182,9 +183,9 @@ async def test_open_is_idempotent_and_close_leaves_nothing(store: ImageStore, ce
         await hang_up(stream)
     assert not threads()
     with pytest.raises(Unreachable, match="refused"):
-        await open_streams("127.0.0.1", port, key, certificates, NODE, 1)
+        await open_streams([Route("127.0.0.1", port)], key, certificates, NODE, 1)
     receivers.close(MOVE)
-    again_port, again_key = receivers.open(MOVE, NODE)
+    again_port, again_key, _ = receivers.open(MOVE, NODE)
     assert again_key != key
     assert again_port
     await in_thread(receivers.close_all)
@@ -196,14 +197,14 @@ async def test_unused_port_closes_by_itself(
 ) -> None:
     monkeypatch.setattr(bulk_receiver, "OPEN_S", 0.05)
     receivers = BulkReceivers(store, certificates, ["127.0.0.1"])
-    port, key = receivers.open(MOVE, NODE)
+    port, key, _ = receivers.open(MOVE, NODE)
     for thread in threads():
         await in_thread(thread.join, 5)
     assert not threads()
     with pytest.raises(Unreachable, match="refused"):
-        await open_streams("127.0.0.1", port, key, certificates, NODE, 1)
+        await open_streams([Route("127.0.0.1", port)], key, certificates, NODE, 1)
     monkeypatch.setattr(bulk_receiver, "OPEN_S", 30.0)
-    assert receivers.open(MOVE, NODE) != (port, key)
+    assert receivers.open(MOVE, NODE) != (port, key, [])
     receivers.close(MOVE)
 
 
@@ -216,7 +217,7 @@ async def test_node_without_a_usable_address_is_an_error(store: ImageStore, cert
 async def test_silent_port_is_given_up(certificates: Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "CONNECT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(Unreachable, match="timed out"):
-        await open_streams("127.0.0.1", silent.getsockname()[1], b"", certificates, NODE, 2)
+        await open_streams([Route("127.0.0.1", silent.getsockname()[1])], b"", certificates, NODE, 2)
 
 
 async def test_peers_that_say_nothing_do_not_stay_and_do_not_keep_others_out(
@@ -262,7 +263,7 @@ async def test_invalid_answer_is_damaged(certificates: Credentials) -> None:
                 return sealing
 
             serving = asyncio.create_task(in_thread(serve))
-            (stream,) = await open_streams("127.0.0.1", server.getsockname()[1], b"", certificates, NODE, 1)
+            (stream,) = await open_streams([Route("127.0.0.1", server.getsockname()[1])], b"", certificates, NODE, 1)
             with pytest.raises(Damaged, match=text):
                 await stream.receive()
             await hang_up(stream)

@@ -24,6 +24,7 @@ from snapshotd.transport.image.grpc_channel import WINDOW, PushCall
 from snapshotd.transport.image.sender import MAX_SENDS, Sender
 from snapshotd.transport.image.store import ImageStore
 from snapshotd.transport.image.stream import Stream
+from snapshotd.transport.routes import Route
 from tests.transport.image.targets import MOVE, Serve
 
 CHUNK_BYTES = 64 << 10
@@ -334,7 +335,9 @@ async def test_target_killed_during_transfer_is_unreachable(
     channels = [GrpcChannel(open_channel(f"127.0.0.1:{port}", certificates, "node-2")) for _ in range(2)]
     streams: Sequence[Stream] = [PushCall(channel, "m-000000000000") for channel in channels]
     if way == "bulk":
-        streams = await open_streams("127.0.0.1", int(bulk_port), bytes.fromhex(key), certificates, "node-2", 2)
+        streams = await open_streams(
+            [Route("127.0.0.1", int(bulk_port))], bytes.fromhex(key), certificates, "node-2", 2
+        )
     fd = make_fifo(tmp_path, "pages-1.img")
     stored = asyncio.Event()
     async with Sender(streams, CHUNK_BYTES, lambda *_totals: stored.set()) as sender:
