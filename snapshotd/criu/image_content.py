@@ -7,6 +7,7 @@ refused in both cases.
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import stat as mode_of
 import struct
@@ -15,7 +16,9 @@ from typing import Any
 
 from pycriu.images import magic, pb
 
+from snapshotd.criu import below, page_ranges, pagemap_image
 from snapshotd.criu.image_request import Check, Described, Forged, Image
+from snapshotd.criu.pagemap_image import Pagemap
 from snapshotd.proc import priorities
 from snapshotd.proc.priorities import Priorities
 from snapshotd.proc.privileges import Credentials
@@ -25,7 +28,7 @@ from snapshotd.proc.privileges import Credentials
 #: would read if the core images had none.
 _IMAGES = re.compile(
     r"(core|fdinfo|fs|ids|mm|pagemap|pagemap-shmem|pages|timens)-\d+\.img"
-    r"|(ghost-file|tcp-stream)-[0-9a-f]+\.img"
+    r"|(ghost-file|tcp-stream)-[0-9a-f]+\.img|ahead-(pagemap|pages)-\d+-\d+\.img"
     r"|(files|inventory|memfd|pipes-data|fifo-data|pstree|remap-fpath|seccomp|filelocks|sk-queues|tty-info|tty-data|cgroup"
     r"|inotify-wd|itimers|posix-timers|signal-[sp]-\d+|sigacts-\d+|eventpoll-tfd)\.img"
 )
@@ -62,6 +65,7 @@ def examine(image: Image) -> Forged | None:
         _credentials(image.files, threads, image.wanted, image.granted)
         owners = [who for own, others in image.wanted.values() for who in (own, *others.values())]
         _files(image.files, frozenset(image.paths), owners)
+        _pages(image)
     except _Refused as refusal:
         return refusal.forged
     except (ValueError, struct.error) as error:
@@ -224,6 +228,39 @@ def _files(files: Files, paths: Collection[str], owners: Collection[Credentials]
             raise _Refused("image-content", f"the image creates a file with the mode {ghost.mode:o}")
         if not _owned(ghost.uid, ghost.gid, users, groups):
             raise _Refused("image-content", f"the image creates a file of user {ghost.uid} and group {ghost.gid}")
+
+
+def _pages(image: Image) -> None:
+    """Every page that an image leaves out must be in one that lies below it."""
+    parents = {int(entry.pid): int(entry.ppid) for entry in _entries(image.files, "pstree.img", pb.pstree_entry)}
+    decoded: dict[str, Pagemap] = {}
+    for pid in image.below:
+        chain = below.chain_of(pid, parents, image.below)
+        for name in chain:
+            if name not in decoded:
+                decoded[name] = _pagemap(image, name)
+        for name, under in itertools.zip_longest(chain, chain[1:]):
+            has = decoded[under].has() if under else []
+            if missing := page_ranges.without(decoded[name].below, has):
+                raise _Refused("image-content", f"{name} leaves out the page at {missing[0][0]:x}, which no image has")
+    if extra := sorted(name for name in image.names if name.startswith("ahead-") and not _is_used(name, image.below)):
+        raise _Refused("image-content", f"the image contains {extra[0]}, which the source did not describe")
+
+
+def _pagemap(image: Image, name: str) -> Pagemap:
+    try:
+        found = pagemap_image.decode(image.files[name])
+        pages = below.pages_of(name, found.pages_id)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if page_ranges.size_bytes(found.present) > image.sizes[pages]:
+        raise _Refused("image-content", f"{name} has more pages than {pages}")
+    return found
+
+
+def _is_used(name: str, described: Mapping[int, int]) -> bool:
+    _, _, pid, number = name.removesuffix(".img").split("-")
+    return 1 <= int(number) <= described.get(int(pid), 0)
 
 
 _SPECIAL = mode_of.S_ISUID | mode_of.S_ISGID

@@ -26,6 +26,8 @@ class Image(msgspec.Struct, frozen=True):
     wanted: dict[int, Described]  # the credentials of each process that is no zombie
     paths: list[str]  # all that may be opened
     granted: Priorities  # what processes may have that are not root's
+    below: dict[int, int] = {}  # processes whose image leaves out pages; see `below.chain_of`
+    sizes: dict[str, int] = {}  # of the files with pages, if there are any such processes
 
 
 class Forged(msgspec.Struct, frozen=True):

@@ -34,7 +34,8 @@ from snapshotd.runtime.programs import Program
 _MESSAGE_BYTES = 1 << 20
 
 _LIBRARIES = Path(shim.__file__).with_name("lib")
-#: Preloaded at a dump: reads other users' limits where root lacks CAP_SYS_RESOURCE; see the comment in its source.
+#: Preloaded at a dump: reads other users' limits where root lacks CAP_SYS_RESOURCE, and hides pages that the image leaves
+#: out; see the comments in its sources.
 _LIMITS = _LIBRARIES / "libcriulimits.so"
 #: Preloaded at the restore of a user's rank: uses the rank's paths with that user's rights.
 _FILES = _LIBRARIES / "libcriufiles.so"
@@ -85,9 +86,10 @@ def verified_namespaces(pid: int, keeper_pid: int) -> Iterator[dict[str, int]]:
 
 
 async def spawn_in(
-    criu: str, entered: dict[str, int], cgroup: Path, theirs: socket.socket
+    criu: str, entered: dict[str, int], cgroup: Path, theirs: socket.socket, hidden: Path | None = None
 ) -> asyncio.subprocess.Process:
-    """Starts `criu swrk` in these namespaces (see `verified_namespaces`), in `cgroup`."""
+    """Starts `criu swrk` in these namespaces (see `verified_namespaces`), in `cgroup`. `hidden` lists pages that it must not
+    dump (snapshotd/criu/below.py)."""
     shell, nsenter, program = programs.system("sh"), programs.system("nsenter"), programs.opened(criu)
     join = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
     options = {"mnt": "--mount", "pid": "--pid"}
@@ -102,13 +104,14 @@ async def spawn_in(
         stderr=asyncio.subprocess.DEVNULL,
         start_new_session=True,
         cwd="/",
-        env=dump_environment(program),
+        env=dump_environment(program, hidden),
     )
 
 
-def dump_environment(program: Program) -> dict[str, str]:
+def dump_environment(program: Program, hidden: Path | None = None) -> dict[str, str]:
     """The environment of criu while it dumps."""
-    return _environment(program, _LIMITS if _LIMITS.exists() else None)
+    more = {"SNAPSHOT_HIDDEN_PAGES": str(hidden)} if hidden is not None else {}
+    return _environment(program, _LIMITS if _LIMITS.exists() else None, **more)
 
 
 def restore_environment(program: Program, images: Path, who: Credentials) -> dict[str, str]:

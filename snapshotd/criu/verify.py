@@ -86,20 +86,38 @@ _FILE_BYTES = 16 << 20
 _GHOST_BYTES = 64 << 10
 _ALL_BYTES = 256 << 20
 _READ = re.compile(r"((core|ids)-\d+|ghost-file-[0-9a-f]+|pstree|inventory|files|remap-fpath)\.img")
+#: Only if pages are left out.
+_PAGEMAPS = re.compile(r"(ahead-)?pagemap-\d+(-\d+)?\.img")
+_PAGES = re.compile(r"(ahead-)?pages-\d+(-\d+)?\.img")
 
 
-def must_match(folder: Path, wanted: Mapping[int, Described], paths: Collection[str]) -> None:
+def must_match(
+    folder: Path, wanted: Mapping[int, Described], paths: Collection[str], below: Mapping[int, int] | None = None
+) -> None:
     """Raises Refused unless the images have exactly the processes, credentials and paths that the source described. Blocks.
 
-    `wanted` has the credentials of each process that is no zombie, `paths` all that may be opened. Unlinked files and
-    sockets must belong to the processes."""
+    `wanted` has the credentials of each process that is no zombie, `paths` all that may be opened, `below` the processes
+    whose images leave out pages, all of which must be in other images. Unlinked files and sockets must belong to the
+    processes."""
     try:
         names = sorted(path.name for path in folder.glob("*.img*"))
-        files = dict(_contents(folder, names))
+        read = [name for name in names if _READ.fullmatch(name) or (below and _PAGEMAPS.fullmatch(name))]
+        files = dict(_contents(folder, read))
+        sizes = {name: (folder / name).stat().st_size for name in names if below and _PAGES.fullmatch(name)}
     except (OSError, ValueError) as error:
         raise refuse("image-content", f"the image cannot be read: {error}") from error
     granted = priorities.granted()
-    forged = parsers.examine(Image(names=names, files=files, wanted=dict(wanted), paths=sorted(paths), granted=granted))
+    forged = parsers.examine(
+        Image(
+            names=names,
+            files=files,
+            wanted=dict(wanted),
+            paths=sorted(paths),
+            granted=granted,
+            below=dict(below or {}),
+            sizes=sizes,
+        )
+    )
     if forged is not None:
         raise refuse(forged.check, forged.reason, PRIORITIES_REMEDY if forged.check == "image-priorities" else "")
 
@@ -107,7 +125,7 @@ def must_match(folder: Path, wanted: Mapping[int, Described], paths: Collection[
 def _contents(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
     """The beginning of each file that is examined. Raises ValueError if they are too large together."""
     left = _ALL_BYTES
-    for name in filter(_READ.fullmatch, names):
+    for name in names:
         most = _GHOST_BYTES if name.startswith("ghost-file-") else _FILE_BYTES
         with (folder / name).open("rb") as file:
             content = file.read(most + 1)

@@ -38,6 +38,8 @@ class ImageDescription(msgspec.Struct, frozen=True, kw_only=True):
     carried: list[pb.FileFact]
     other_names: dict[str, str]  # of files whose own name was removed
     new_files: list[pb.FileFact] = []  # mapped since preflight: the target has not compared them yet
+    #: Processes whose image leaves out pages (snapshotd/criu/below.py): how often pages were sent before; 0: its parent's.
+    below: dict[int, int] = {}
     tree: TreeFacts | None = None  # None: from a daemon that does not know it yet; a target refuses that
 
     # its keeper

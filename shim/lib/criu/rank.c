@@ -46,6 +46,18 @@ static int read_user(const char *text)
 	return 1;
 }
 
+/* The folders below the images, each named "parent", in which criu looks for pages that an image leaves out. */
+static void find_layers(void)
+{
+	char path[sizeof rank.images + MAX_LAYERS * sizeof "/parent"];
+	struct stat *layer = rank.layers_stat;
+
+	strcpy(path, rank.images);
+	for (rank.layers = 0; rank.layers < MAX_LAYERS; rank.layers++, layer++)
+		if (lstat(strcat(path, "/parent"), layer) != 0 || !S_ISDIR(layer->st_mode) || layer->st_uid != 0)
+			break;
+}
+
 /* Criu ends if the settings are wrong: it would otherwise act as root for the rank. */
 __attribute__((constructor)) static void read_settings(void)
 {
@@ -61,6 +73,7 @@ __attribute__((constructor)) static void read_settings(void)
 	if (rank.groups == NULL || rank.own_groups == NULL || rank.own_count < 0 ||
 	    getgroups(rank.own_count, rank.own_groups) != rank.own_count || !read_user(user))
 		abort();
+	find_layers();
 	rank.wanted = 1;
 }
 
@@ -101,14 +114,22 @@ static int leads_out(const char *path, int in_proc)
 
 enum folder { OTHERS, IN_PROC, OWN };
 
+static int is_same(const struct stat *left, const struct stat *right)
+{
+	return left->st_dev == right->st_dev && left->st_ino == right->st_ino;
+}
+
 static enum folder look_at_folder(int fd)
 {
 	struct statfs system;
 	struct stat here;
 	if (fstatfs(fd, &system) != 0 || fstat(fd, &here) != 0)
 		return OTHERS;
-	if (here.st_dev == rank.images_stat.st_dev && here.st_ino == rank.images_stat.st_ino)
+	if (is_same(&here, &rank.images_stat))
 		return OWN;
+	for (size_t layer = 0; layer < rank.layers; layer++)
+		if (is_same(&here, &rank.layers_stat[layer]))
+			return OWN;
 	if (system.f_type == PROC_SUPER_MAGIC)
 		return IN_PROC;
 	return system.f_type == SYSFS_MAGIC || system.f_type == CGROUP2_SUPER_MAGIC ? OWN : OTHERS;

@@ -7,6 +7,7 @@
 #include <sys/types.h>
 
 #define MAX_GROUPS 65536
+#define MAX_LAYERS 64 /* as in snapshotd/criu/below.py */
 
 extern struct rank {
 	int wanted; /* the settings name a user */
@@ -19,6 +20,8 @@ extern struct rank {
 	gid_t *own_groups;
 	char images[4096];
 	struct stat images_stat;
+	size_t layers;
+	struct stat layers_stat[MAX_LAYERS];
 } rank __attribute__((visibility("hidden")));
 
 /* Whether criu must use the path, relative to the open folder, with the rights of the rank's user. */

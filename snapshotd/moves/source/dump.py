@@ -1,7 +1,8 @@
 """Dumps a rank and streams it: criu writes the image, which goes straight to the target; nothing large is stored here.
 
 The large images (pages, ghost files) are FIFOs that criu splices into and the sender reads. The pipe gives back-pressure, so
-the source never has a second copy of the rank's memory. Small images and carried files follow when criu is done.
+the source never has a second copy of the rank's memory. Small images and carried files follow when criu is done. Pages that
+the target gets in another way, such as those that forked processes share, are left out (snapshotd/criu/below.py).
 
 Invariant: when `run` returns or raises, the tree is stopped, its cgroup is frozen, and criu has exited.
 """
@@ -19,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import aiofiles
+import msgspec
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Changed, CriuFailed, Damaged, RankGone, Refused, Unreachable, Where
-from snapshotd.criu import links, session
+from snapshotd.criu import below, links, session
 from snapshotd.files.as_user import User, user_of_rank
 from snapshotd.files.held import Held, open_held
 from snapshotd.keepers.ranks import RankEntry
@@ -38,6 +40,7 @@ from snapshotd.moves.rules import Mark
 from snapshotd.moves.source import closed_files
 from snapshotd.moves.source.channel import Opening, opened_beside
 from snapshotd.moves.source.describe import describe
+from snapshotd.moves.source.fork_sharing import ForkSharing
 from snapshotd.moves.source.sink import sink_of
 from snapshotd.proc import cgroup, deleted, host, tree
 from snapshotd.proc.cgroup import Cgroup
@@ -55,8 +58,8 @@ log = logging.getLogger(__name__)
 DUMP_S = 3600.0
 #: FIFOs beyond the foreseeable ones. criu makes a plain file where one is missing, which works but takes memory.
 SPARE_FIFOS = 8
-#: Files that criu writes for diagnosis; a restore does not need them.
-_NOT_SENT = {"dump.log", "stats-dump"}
+#: Files that criu writes for diagnosis, or reads; a restore does not need them.
+_NOT_SENT = {"dump.log", "stats-dump", below.HIDDEN}
 
 
 class Dump:
@@ -83,6 +86,7 @@ class Dump:
         self.carried: list[str] = []
         self.user: User | None = None
         self.linked: list[links.Linked] = []  # files that criu will make links to
+        self.layers: Sequence[below.Layer] = []  # pages that criu leaves out
 
     def progress(self) -> pb.Progress:
         sender = self.sender
@@ -150,6 +154,8 @@ class Dump:
         ]
         if self.linked:  # a criu that is killed leaves its links, and this daemon may be killed with it
             await in_thread(self.log.mark, Mark.FROZEN, linked=self.linked)
+        with span("find shared pages"):
+            self.layers = await in_thread(ForkSharing(pids).layers)
         with contextlib.ExitStack() as opened:
             fifos = await in_thread(self._make_fifos, pids, opened)
             try:
@@ -182,6 +188,7 @@ class Dump:
                     group.create_task(self.sender.put_fd(name, fd, eof=written))
                 rest = group.create_task(self._send_closed(self.sender, carried, user))
             await written.wait()
+            await in_thread(below.complete, self.images, self.layers)
             with span("send small images"):
                 for name in sorted(path.name for path in self.images.iterdir() if path.is_file()):
                     if name not in _NOT_SENT:
@@ -191,8 +198,9 @@ class Dump:
                     await self._send_carried(f"carry-{index}", fact.path, carried.held[fact.path], user)
             for name, path in follow.items():
                 await self.sender.put_file(name, path)
+            described = msgspec.structs.replace(description, below=below.described(self.layers))
             async with aiofiles.open(self.images / FILE, "wb") as file:
-                await file.write(description.encode())
+                await file.write(described.encode())
             await self.sender.put_file(FILE, self.images / FILE)
             with span("finish"):
                 return [*await self.sender.finish(), *rest.result()]
@@ -239,7 +247,8 @@ class Dump:
                 theirs,
                 session.verified_namespaces(self.entry.pid, self._guest_keeper_pid()) as entered,
             ):
-                process = await session.spawn_in(self.node.config.criu, entered, group.path, theirs)
+                hidden = await in_thread(below.hide, self.images, self.layers)
+                process = await session.spawn_in(self.node.config.criu, entered, group.path, theirs, hidden)
         except BaseException:
             ours.close()
             raise

@@ -16,7 +16,7 @@ import aiofiles
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import CriuFailed, Damaged, Denied, Where
-from snapshotd.criu import images, links, session, verify
+from snapshotd.criu import images, layers, links, session, verify
 from snapshotd.cuda.driver import Pair
 from snapshotd.files.as_user import User, file_user
 from snapshotd.keepers import relay_keys
@@ -184,6 +184,7 @@ class Restore:
         try:
             await in_thread(images.mend, folder, image.other_names)
             await in_thread(images.mend_threads, folder)
+            await in_thread(layers.build, folder, image.below)
             ghosts = await in_thread(_free_ghosts, folder)
             modes = await placing
         finally:
@@ -219,7 +220,7 @@ class Restore:
                 verify.must_be_allowed(who, shown, allow_root=allow_root)
         if image.root not in described:
             raise verify.refuse("image-content", f"the source did not describe process {image.root}, the rank itself")
-        verify.must_match(folder, described, image.tree.paths())
+        verify.must_match(folder, described, image.tree.paths(), image.below)
         facts = pb.RankFacts(
             files=image.new_files, identity=image.identity.to_proto(), rank=pb.Rank(user_id=image.user_id)
         )

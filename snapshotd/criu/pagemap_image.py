@@ -1,0 +1,132 @@
+"""pagemap-N.img: which pages of a process lie in its pages-M.img, and which in the images below it.
+
+The bytes of the pages marked PRESENT lie in pages-M.img in the order of the entries. A page marked IN_PARENT has no bytes
+there: criu finds it, at the same address, in the pagemap of the same number in the folder that is named `parent`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from pycriu.images import magic, pb
+
+from snapshotd.criu import page_ranges
+from snapshotd.criu.page_ranges import Range
+
+PAGE_BYTES = 4096
+IN_PARENT, LAZY, PRESENT = 1, 2, 4
+
+_HEADER = struct.pack("<II", magic.by_name["IMG_COMMON"], magic.by_name["PAGEMAP"])
+_SIZE = struct.Struct("<I")
+_HEAD_BYTES = 64
+#: No process has memory beyond this address (57 bits, of which user space has the lower half).
+_LAST = 1 << 56
+
+
+@dataclass(frozen=True, slots=True)
+class Pagemap:
+    """The content of one file. `present` are the pages that lie in `pages-{pages_id}.img`, `below` the others. Both are sets
+    of disjoint ranges; no page is in both."""
+
+    pages_id: int
+    present: list[Range]
+    below: list[Range]
+
+    def has(self) -> list[Range]:
+        return page_ranges.joined([*self.present, *self.below])
+
+
+def name_of(pid: int) -> str:
+    return f"pagemap-{pid}.img"
+
+
+def pages_name(pages_id: int) -> str:
+    return f"pages-{pages_id}.img"
+
+
+def decode(content: bytes) -> Pagemap:
+    """Raises ValueError for anything that criu does not write: entries out of order, of no page, or of unknown kinds."""
+    if content[: len(_HEADER)] != _HEADER:
+        raise ValueError("it does not begin like a pagemap")
+    try:
+        messages = _messages(content)
+        head = pb.pagemap_head.FromString(next(messages))
+        present: list[Range] = []
+        below: list[Range] = []
+        last = 0
+        for message in messages:
+            entry = pb.pagemap_entry.FromString(message)
+            start, end = _span(entry)
+            if start < last:
+                raise ValueError(f"the entry at {start:x} is not in order")
+            last = end
+            ranges = below if _in_parent(entry) else present
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], end)
+            else:
+                ranges.append((start, end))
+    except (StopIteration, struct.error, DecodeError) as error:
+        raise ValueError(f"it cannot be parsed: {error!r}") from error
+    return Pagemap(int(head.pages_id), present, below)
+
+
+def encode(pagemap: Pagemap) -> bytes:
+    """The file with these entries."""
+    head = pb.pagemap_head(pages_id=pagemap.pages_id).SerializeToString()
+    parts = [_HEADER, _SIZE.pack(len(head)), head]
+    marked = [(start, end, PRESENT) for start, end in pagemap.present]
+    marked += [(start, end, IN_PARENT) for start, end in pagemap.below]
+    for start, end, flags in sorted(marked):
+        pages = (end - start) // PAGE_BYTES
+        entry = pb.pagemap_entry(vaddr=start, compat_nr_pages=0, nr_pages=pages, flags=flags).SerializeToString()
+        parts += (_SIZE.pack(len(entry)), entry)
+    return b"".join(parts)
+
+
+def pages_id_of(path: Path) -> int:
+    """The number of the file with the pages. Reads no more than the beginning. Raises ValueError, OSError."""
+    with path.open("rb") as file:
+        content = file.read(len(_HEADER) + _SIZE.size + _HEAD_BYTES)
+    if content[: len(_HEADER)] != _HEADER:
+        raise ValueError("it does not begin like a pagemap")
+    (size,) = _SIZE.unpack_from(content, len(_HEADER))
+    begin = len(_HEADER) + _SIZE.size
+    try:
+        return int(pb.pagemap_head.FromString(content[begin : begin + size]).pages_id)
+    except DecodeError as error:
+        raise ValueError(f"it cannot be parsed: {error!r}") from error
+
+
+def _messages(content: bytes) -> Iterator[bytes]:
+    at = len(_HEADER)
+    while at < len(content):
+        (size,) = _SIZE.unpack_from(content, at)
+        at += _SIZE.size + size
+        if at > len(content):
+            raise ValueError("it ends early")
+        yield content[at - size : at]
+
+
+def _span(entry: Any) -> Range:
+    pages = int(entry.nr_pages) if entry.HasField("nr_pages") else int(entry.compat_nr_pages)
+    start = int(entry.vaddr)
+    if pages < 1 or start % PAGE_BYTES or start + pages * PAGE_BYTES > _LAST:
+        raise ValueError(f"the entry of {pages} pages at {start:x} is impossible")
+    return start, start + pages * PAGE_BYTES
+
+
+def _in_parent(entry: Any) -> bool:
+    """Raises ValueError for an entry that is both here and below, or neither: criu would read the pages from nowhere."""
+    if entry.in_parent:
+        return True
+    flags = int(entry.flags) if entry.HasField("flags") else PRESENT
+    if flags == IN_PARENT:
+        return True
+    if flags & ~LAZY != PRESENT:
+        raise ValueError(f"the entry at {int(entry.vaddr):x} has the flags {flags:x}")
+    return False

@@ -1,0 +1,151 @@
+"""Which pages forked processes share, found by their page frames."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing
+import os
+import struct
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+
+from snapshotd.criu import page_ranges
+from snapshotd.moves.source import fork_sharing
+from snapshotd.moves.source.fork_sharing import ForkSharing
+from snapshotd.proc.page_frames import PAGE_BYTES, NotSupported, PageFrames, private_mappings, same_frames
+
+PRESENT = 1 << 63
+MIB = 1 << 20
+
+
+def entries(*words: int) -> bytes:
+    return struct.pack(f"={len(words)}Q", *words)
+
+
+def test_pages_with_the_same_frame_are_found() -> None:
+    left = entries(PRESENT | 5, PRESENT | 6, PRESENT | 7, 8, PRESENT | 1 << 40)
+    right = entries(PRESENT | 5, PRESENT | 1 << 55 | 6, PRESENT | 9, 8, PRESENT | 1 << 40)
+    assert list(same_frames(left, right)) == [(0, 2), (4, 5)], "other bits than the frame do not matter"
+    assert list(same_frames(b"", b"")) == []
+
+
+def test_frames_that_the_kernel_hides_are_not_compared() -> None:
+    with pytest.raises(NotSupported, match="CAP_SYS_ADMIN"):
+        list(same_frames(entries(PRESENT, PRESENT), entries(PRESENT, PRESENT)))
+
+
+def test_only_ordinary_private_mappings_are_looked_at() -> None:
+    text = b"""\
+1000-2000 rw-p 00000000 00:00 0                          [heap]
+2000-3000 r--p 00000000 08:01 77                         /lib/libc.so
+3000-4000 rw-s 00000000 00:01 78                         /dev/shm/x
+4000-5000 rw-p 00000000 00:06 79                         /dev/nvidia0
+5000-6000 rw-p 00000000 00:0f 80                         /anon_hugepage (deleted)
+6000-7000 ---p 00000000 00:00 0
+7000-8000 rw-p 00000000 00:00 0                          [anon:arena]
+8000-9000 r--p 00000000 00:00 0                          [vvar]
+9000-a000 r-xp 00000000 00:00 0                          [vdso]
+a000-b000 rw-p 00000000 00:00 0                          [stack]
+"""
+    assert private_mappings(text) == [(0x1000, 0x3000), (0x6000, 0x8000), (0xA000, 0xB000)]
+
+
+class Memory:
+    """16 MiB of private memory."""
+
+    def __init__(self) -> None:
+        self.view = mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.view[:] = os.urandom(16 * MIB)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+
+    def write(self, first: int, last: int) -> None:
+        for page in range(first, last):
+            self.view[page * PAGE_BYTES] ^= 1
+
+    def drop(self, first: int, last: int) -> None:
+        self.view.madvise(mmap.MADV_DONTNEED, first * PAGE_BYTES, (last - first) * PAGE_BYTES)
+
+    def shared(self, layer_pages: object) -> list[tuple[int, int]]:
+        """The page numbers of the ranges that lie in this memory."""
+        whole = [(self.address, self.address + 16 * MIB)]
+        return [
+            ((start - self.address) // PAGE_BYTES, (end - self.address) // PAGE_BYTES)
+            for start, end in page_ranges.common(list(layer_pages), whole)  # type: ignore[call-overload]
+        ]
+
+
+def _child(memory: Memory, line: Connection) -> None:
+    memory.write(100, 200)
+    memory.drop(300, 310)
+    line.send("ready")
+    line.recv()
+
+
+@pytest.fixture
+def forked() -> Iterator[tuple[Memory, int]]:
+    memory = Memory()
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_child, args=(memory, theirs))
+    child.start()
+    try:
+        assert ours.poll(60)
+        ours.recv()
+        assert child.pid is not None
+        yield memory, child.pid
+    finally:
+        ours.send("end")
+        child.join(60)
+
+
+@pytest.mark.root
+def test_pages_that_neither_side_of_a_fork_has_written_are_shared(forked: tuple[Memory, int]) -> None:
+    memory, child = forked
+    memory.write(1000, 1001)
+    memory.drop(2000, 2010)
+    (layer,) = ForkSharing([os.getpid(), child]).layers()
+    assert (layer.pid, layer.parent, layer.rounds) == (child, os.getpid(), ())
+    assert memory.shared(layer.pages) == [(0, 100), (200, 300), (310, 1000), (1001, 2000), (2010, 4096)]
+
+
+@pytest.mark.root
+def test_process_whose_parent_is_not_in_the_rank_or_that_is_left_alone_shares_nothing(
+    forked: tuple[Memory, int],
+) -> None:
+    _, child = forked
+    assert ForkSharing([child]).layers() == []
+    assert ForkSharing([os.getpid(), child], without=[child]).layers() == []
+    assert ForkSharing([os.getpid(), child, 2**22 - 1]).layers() != [], "another process has ended"
+
+
+@pytest.mark.root
+def test_page_that_the_kernel_moves_meanwhile_is_not_shared(
+    forked: tuple[Memory, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel moves a page of the parent after its frames were read: the write, which copies it, has the same effect."""
+    memory, child = forked
+    same = fork_sharing._same
+
+    def moved(pid: int, parents: dict[tuple[int, int], bytes]) -> page_ranges.Ranges:
+        found = same(pid, parents)
+        memory.write(50, 51)
+        return found
+
+    monkeypatch.setattr(fork_sharing, "_same", moved)
+    (layer,) = ForkSharing([os.getpid(), child]).layers()
+    assert memory.shared(layer.pages)[:3] == [(0, 50), (51, 100), (200, 300)]
+
+
+@pytest.mark.root
+def test_zero_pages_and_shared_memory_are_no_private_pages() -> None:
+    pages = [mmap.mmap(-1, MIB, flags=kind | mmap.MAP_ANONYMOUS) for kind in (mmap.MAP_PRIVATE, mmap.MAP_SHARED)]
+    pages[1][:] = b"x" * MIB
+    assert pages[0][:] == bytes(MIB)  # reads the zero page
+    with PageFrames(os.getpid()) as frames:
+        private = frames.private()
+    for one in pages:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(one))
+        assert page_ranges.common(private, [(start, start + MIB)]) == []
