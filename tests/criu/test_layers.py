@@ -102,7 +102,7 @@ def test_rounds_lie_below_the_process_that_they_are_of(family: Path) -> None:
     assert pages.samefile(family / "ahead-pages-7-1.img")
 
 
-FORGERIES: dict[str, tuple[Callable[[Path], None], str]] = {
+FORGERIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a page that no process has": (
         lambda folder: put(folder, "pagemap-9.img", 3, [], [span(5, 6)]),
         "pagemap-9.img leaves out the page at 5000, which no image has",
@@ -112,7 +112,7 @@ FORGERIES: dict[str, tuple[Callable[[Path], None], str]] = {
         "leaves out the page at 9000, which no image has",
     ),
     "more pages than there are": (
-        lambda folder: (folder / "pages-1.img").write_bytes(bytes(PAGE_BYTES)) and None,
+        lambda folder: (folder / "pages-1.img").write_bytes(bytes(PAGE_BYTES)),
         "pagemap-7.img has more pages than pages-1.img",
     ),
     "pages of a file that is not there": (
@@ -143,7 +143,7 @@ FORGERIES: dict[str, tuple[Callable[[Path], None], str]] = {
         "too many images lie below pagemap-8.img",
     ),
     "something else than a pagemap": (
-        lambda folder: (folder / "pagemap-8.img").write_bytes(b"pagemap") and None,
+        lambda folder: (folder / "pagemap-8.img").write_bytes(b"pagemap"),
         "pagemap-8.img: it does not begin like a pagemap",
     ),
 }
