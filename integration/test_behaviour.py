@@ -245,7 +245,7 @@ def test_rank_of_another_user_keeps_its_identity(nodes: Cluster, readable_folder
     installed = readable_copy(readable_folder / "installed")
     for name in ("identity.py", "steps.py"):
         shutil.copy(WORKLOADS / name, readable_folder)
-    cpu = max(os.sched_getaffinity(0))
+    cpu, nice = max(os.sched_getaffinity(0)), os.nice(0) + 3
     prefix: list[str] = ["taskset", "-c", str(cpu), "setpriv", "--reuid", "1500", "--regid", "1500", "--groups"]
     prefix += ["1500,1600", "prlimit", "--nofile=512:1024", "--core=0:0", "nice", "-n", "3"]
     prefix += ["sh", "-c", 'umask 027; exec "$@"', "sh"]
@@ -264,7 +264,7 @@ def test_rank_of_another_user_keeps_its_identity(nodes: Cluster, readable_folder
     job = Job(nodes.lab, process, Path(os.devnull), "users")
     nodes.jobs.append(job)
     identity = (
-        f"(1500, 1500, 1500) (1500, 1500, 1500) [1500, 1600] (512, 1024) (0, 0) [{cpu}] a  b=c {readable_folder} 3"
+        f"(1500, 1500, 1500) (1500, 1500, 1500) [1500, 1600] (512, 1024) (0, 0) [{cpu}] a  b=c {readable_folder} {nice}"
     )
     for node in (AWAY, HOME, THIRD):
         out.await_more(500)
@@ -275,7 +275,7 @@ def test_rank_of_another_user_keeps_its_identity(nodes: Cluster, readable_folder
     assert status["Umask"] == "0027"
     assert status["Uid"].split() == ["1500"] * 4
     assert status["Cpus_allowed_list"] == str(cpu)
-    assert os.getpriority(os.PRIO_PROCESS, pid) == 3
+    assert os.getpriority(os.PRIO_PROCESS, pid) == nice
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == -signal.SIGTERM
     lines = out.whole().decode().splitlines()

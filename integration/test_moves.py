@@ -48,9 +48,12 @@ def shows_where_the_time_went(chart: chrome_trace.Chart, pause_s: float) -> None
         asked, served = chart.one(call, "driver"), chart.one(call, node)
         assert asked.began_us <= served.began_us <= served.ended_us <= asked.ended_us  # although the clocks differ
     for call, node, parts in PARTS:
-        served = chart.one(call, node)
+        calls = chart.named(call, node)  # twice if the source has asked as well, because the driver was slow
         for part in (chart.one(name, node) for name in parts):
-            assert served.began_us - ROUNDED_US <= part.began_us <= part.ended_us <= served.ended_us + ROUNDED_US, part
+            assert any(
+                one.began_us - ROUNDED_US <= part.began_us <= part.ended_us <= one.ended_us + ROUNDED_US
+                for one in calls
+            ), part
     assert chart.one("stream").args["bytes"] > 0
 
 

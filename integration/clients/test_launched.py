@@ -60,5 +60,5 @@ def test_workers_of_deepspeed_move_one_by_one(nodes: Cluster) -> None:
     assert places == {0: "node-1", 1: "spare-1"}
     job.end_soon(end)
     assert job.finish() == 0, job.text()[-500:]
-    assert job.lines().count("DONE") == 2
+    assert job.text().count("DONE") == 2  # not always in a line of its own: each word is a write, of two processes
     assert "warning" not in job.text()

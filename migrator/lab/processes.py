@@ -18,6 +18,7 @@ from migrator.lab.inside import start_ticks
 from migrator.lab.layout import LabProcess
 from snapshotd.api.errors import Timeout
 from snapshotd.proc import stat
+from snapshotd.proc.pidfd import open_pidfd
 
 
 def alive(process: LabProcess) -> bool:
@@ -27,7 +28,7 @@ def alive(process: LabProcess) -> bool:
 def send(process: LabProcess, number: int) -> bool:
     """Sends a signal to exactly that process. Returns False if it has ended."""
     try:
-        pidfd = os.pidfd_open(process.pid)
+        pidfd = open_pidfd(process.pid)
     except ProcessLookupError:
         return False
     try:
@@ -44,7 +45,7 @@ def send(process: LabProcess, number: int) -> bool:
 def wait(process: LabProcess, timeout_s: float) -> bool:
     """Whether that process ends within the time. It need not be a child."""
     try:
-        pidfd = os.pidfd_open(process.pid)
+        pidfd = open_pidfd(process.pid)
     except ProcessLookupError:
         return True
     try:

@@ -19,6 +19,7 @@ from pathlib import Path
 from migrator.lab import processes
 from migrator.lab.layout import LabProcess
 from snapshotd.api.errors import Unreachable
+from snapshotd.proc.pidfd import open_pidfd
 
 LOG_LINES = 30
 _PAGE = re.compile(r"^page: the page is at (http://\S+)$", re.MULTILINE)
@@ -75,7 +76,7 @@ def _first_end(
 
         def watch(pid: int) -> None:
             with contextlib.suppress(ProcessLookupError):
-                pidfd = os.pidfd_open(pid)
+                pidfd = open_pidfd(pid)
                 stack.callback(os.close, pidfd)
                 poll.register(pidfd, select.POLLIN)
 

@@ -20,6 +20,7 @@ from shim.keeper.frames import OLDEST_PROTOCOL, PROTOCOL, Frame, FrameError
 from snapshotd.api.errors import Denied, RankGone
 from snapshotd.proc import credentials, status
 from snapshotd.proc.files import GONE
+from snapshotd.proc.pidfd import open_pidfd
 from snapshotd.proc.status import Status
 from snapshotd.proc.tree import Process, find_child
 
@@ -222,7 +223,7 @@ def _peer_pidfd(connection: socket.socket, pid: int) -> int:
     except OSError as error:
         if error.errno != errno.ENOPROTOOPT:
             raise ProcessLookupError(*error.args) from error
-    return os.pidfd_open(pid)
+    return open_pidfd(pid)
 
 
 def check_keeper(peer: Peer) -> Status:

@@ -25,6 +25,7 @@ from snapshotd.preflight.verdict import guarded, listed, passed, plain, refusals
 from snapshotd.proc import maps
 from snapshotd.proc.fd import read_descriptors
 from snapshotd.proc.files import GONE
+from snapshotd.proc.pidfd import open_pidfd
 
 DIGEST_SECONDS = 1.0
 _SYS_PIDFD_GETFD = 438  # the same number on every architecture
@@ -200,7 +201,7 @@ def _needs_sync(link: str, stat: os.stat_result) -> bool:
 
 
 def _duplicate(pid: int, number: int) -> int:
-    pidfd = os.pidfd_open(pid)
+    pidfd = open_pidfd(pid)
     try:
         handle: int = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, number, 0)
         if handle < 0:

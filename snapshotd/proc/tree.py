@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from snapshotd.api.errors import RankGone, Timeout, Where
 from snapshotd.proc import comm, stat, status
 from snapshotd.proc.files import GONE, read_text
+from snapshotd.proc.pidfd import open_pidfd
 
 _UNINTERRUPTIBLE = (
     "a process in state D waits for a device or a network file system; retry once that device or file system responds"
@@ -90,7 +91,7 @@ class Process:
     @contextlib.contextmanager
     def pidfd(self) -> Iterator[int]:
         """A pidfd of this process. Raises ProcessLookupError if it no longer exists."""
-        pidfd = os.pidfd_open(self.pid)
+        pidfd = open_pidfd(self.pid)
         try:
             if stat.read(self.pid).start_ticks != self.start_ticks:
                 raise ProcessLookupError(errno.ESRCH, f"pid {self.pid} belongs to another process now")
@@ -226,7 +227,7 @@ def signal_members(group: PidList, pids: Iterable[int], number: int, leave_out: 
         try:
             for pid in wanted[begin : begin + _BATCH]:
                 with contextlib.suppress(ProcessLookupError):
-                    opened[pid] = os.pidfd_open(pid)
+                    opened[pid] = open_pidfd(pid)
             members = set(group.pids())
             for pid, pidfd in opened.items():
                 with contextlib.suppress(*GONE):
