@@ -46,25 +46,29 @@ enum snapshim_command {
 
 	/* Device memory that the shim backs, in libsnapshim-offload.so (shim/README.md, "Device memory"); ENOSYS in the
 	 * other. argument[0]: milliseconds. */
-	SNAPSHIM_MEMORY_OPEN = 32,  /* result[0]: a descriptor: the daemon's socket of a fresh pair */
+	SNAPSHIM_MEMORY_OPEN = 32,  /* result[0]: a descriptor: the daemon's socket of a fresh pair, [1]: its inode */
 	/* argument[1]: stripes, [2]: bytes of a slot, [3]: 1: for HAND_OVER or TAKE_BACK, which need no files, and keep the socket;
 	 * result[0]: bytes that OFFLOAD or FILL will copy */
 	SNAPSHIM_MEMORY_READY = 33,
 	SNAPSHIM_MEMORY_OFFLOAD = 34, /* only while the job is parked; result[0]: bytes, [1]: nanoseconds of copying */
 	SNAPSHIM_MEMORY_FILL = 35, /* result as of OFFLOAD */
 	SNAPSHIM_MEMORY_DROP = 36, /* releases what OPEN and READY made */
-	/* Instead of OFFLOAD: sends descriptors of the physical memory over the socket, and releases it; result[0]: bytes. EXDEV:
-	 * some of it cannot be exported, and nothing was released. An older library does not know it */
-	SNAPSHIM_MEMORY_HAND_OVER = 37,
-	SNAPSHIM_MEMORY_OWN = 39, /* replaces what TAKE_BACK has mapped by memory of this process, while the job is parked */
-	SNAPSHIM_MEMORY_TAKE_BACK = 38, /* instead of FILL: maps the memory whose descriptors come over the socket */
+	/* Instead of OFFLOAD: sends descriptors of the physical memory over the socket, and releases it once the daemon has
+	 * answered with a byte; result[0]: bytes. EXDEV: some of it cannot be exported, and nothing was released. An older
+	 * library does not know these three; 37 to 39 were such commands without an answer */
+	SNAPSHIM_MEMORY_HAND_OVER = 40,
+	/* Instead of FILL: maps the memory whose descriptors come over the socket; argument[1]: how many */
+	SNAPSHIM_MEMORY_TAKE_BACK = 41,
+	/* Replaces what TAKE_BACK has mapped by memory of this process, while the job is parked. Where nothing is imported it
+	 * does nothing, also without READY */
+	SNAPSHIM_MEMORY_OWN = 42,
 
 	/* Finding written pages. An older library knows neither. */
 	SNAPSHIM_TRACK_OPEN = 48, /* result[0]: a userfaultfd of this process, until TRACK_CLOSE, at most some seconds */
 	SNAPSHIM_TRACK_CLOSE = 49, /* the daemon has taken its copy. Idempotent */
 };
 
-/* HAND_OVER sends one for each descriptor, and a last one without. */
+/* With each descriptor comes one of these. HAND_OVER sends a last one without a descriptor. */
 struct snapshim_held_block {
 	uint64_t address, bytes; /* bytes: 0: the last */
 	int32_t device; /* as the process numbers them */

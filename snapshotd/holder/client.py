@@ -24,6 +24,8 @@ from snapshotd.inprocess.holding import HeldBlock
 
 _PACKAGES = Path(__file__).resolve().parents[2]
 _ANSWER_S = 30.0
+#: Of a request over a fresh connection.
+_TRIES = 5
 
 
 class Holder:
@@ -46,12 +48,21 @@ class Holder:
             answer, fds = self._ask({"ask": "give", "key": key, "from": at}, start=False)
             try:
                 if not fds:
+                    if at < answer.get("total", 0):
+                        raise GpuFailed("the process that keeps device memory gave none", where=Where.SOURCE_FROZEN)
                     return
                 yield [HeldBlock(*block) for block in answer["blocks"]], fds
                 at += len(fds)
             finally:
                 for fd in fds:
                     os.close(fd)
+
+    def count(self, key: str) -> int:
+        """How many blocks are kept under a key."""
+        answer, fds = self._ask({"ask": "give", "key": key, "from": 0}, start=False)
+        for fd in fds:
+            os.close(fd)
+        return int(answer.get("total", 0))
 
     def kept(self) -> dict[str, int]:
         """What is kept: bytes by key. Empty where no holder runs."""
@@ -92,20 +103,33 @@ class Holder:
         """The answer; an empty one where no holder runs and `start` is not set, because then nothing is kept."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         with self._lock:
-            try:
-                line = self._connected(start=start)
-                if line is None:
-                    return {}, []
-                line.sendmsg([json.dumps(request).encode()], rights)
-                blob, given, _, _ = socket.recv_fds(line, MESSAGE_BYTES, BATCH)
-                if not blob:
-                    raise ConnectionResetError("it has ended")
-            except OSError as error:
-                self.close()
-                raise GpuFailed(
-                    f"the process that keeps device memory on this node does not answer: {error}",
-                    where=Where.SOURCE_FROZEN,
-                ) from error
+            for left in reversed(range(_TRIES)):
+                fresh = self._line is None
+                try:
+                    line = self._connected(start=start)
+                    if line is None:
+                        return {}, []
+                    line.sendmsg([json.dumps(request).encode()], rights)
+                    blob, given, flags, _ = socket.recv_fds(line, MESSAGE_BYTES, BATCH)
+                    if not blob:
+                        raise ConnectionResetError("it has ended")
+                    break
+                except OSError as error:
+                    self.close()
+                    # One that ends because it keeps nothing resets a connection that it has not accepted.
+                    if fresh and left and isinstance(error, ConnectionResetError | BrokenPipeError):
+                        continue
+                    raise GpuFailed(
+                        f"the process that keeps device memory on this node does not answer: {error}",
+                        where=Where.SOURCE_FROZEN,
+                    ) from error
+        if flags & socket.MSG_CTRUNC:
+            for fd in given:
+                os.close(fd)
+            raise GpuFailed(
+                "this process can open no more files: raise the daemon's limit (LimitNOFILE=)",
+                where=Where.SOURCE_FROZEN,
+            )
         answer = json.loads(blob)
         if "error" in answer:
             raise GpuFailed(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import json
 import os
 import resource
@@ -26,11 +27,14 @@ import signal
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 BATCH = 16
 MESSAGE_BYTES = 64 << 10
+#: How long the end of another one may take.
+_LOCK_TRIES, _LOCK_AGAIN_S = 200, 0.05
 #: A daemon that has started this process connects within this time.
 _FIRST_S = 30.0
 
@@ -101,12 +105,14 @@ def serve(listener: socket.socket) -> None:
 def _talk(client: socket.socket, store: Store) -> bool:
     """Answers one request. False: the client is gone."""
     try:
-        blob, fds, _, _ = socket.recv_fds(client, MESSAGE_BYTES, BATCH)
+        blob, fds, flags, _ = socket.recv_fds(client, MESSAGE_BYTES, BATCH)
     except OSError:
         return False
     if not blob:
         return False
     try:
+        if flags & socket.MSG_CTRUNC:
+            raise ValueError("it can open no more files: raise the daemon's limit (LimitNOFILE=)")
         answer, given = store.answer(json.loads(blob), fds)
     except (ValueError, KeyError, TypeError) as error:
         for fd in fds:
@@ -116,6 +122,17 @@ def _talk(client: socket.socket, store: Store) -> bool:
     with contextlib.suppress(OSError):  # it is gone: the next round finds that out
         client.sendmsg([json.dumps(answer).encode()], rights)
     return True
+
+
+def _locked(path: Path) -> int:
+    """Waits until a process that is ending has removed its socket. Fails if one serves still."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        time.sleep(_LOCK_AGAIN_S)
+    raise SystemExit("another process keeps device memory here")
 
 
 def _user_of(client: socket.socket) -> int:
@@ -128,6 +145,7 @@ def _main(path: Path) -> None:
         signal.signal(number, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    lock = _locked(path.with_name(f"{path.name}.lock"))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     path.unlink(missing_ok=True)
     os.umask(0o177)
@@ -139,6 +157,7 @@ def _main(path: Path) -> None:
             os.dup2(nowhere.fileno(), fd)
     serve(listener)
     path.unlink(missing_ok=True)
+    os.close(lock)  # only now: the next one has a socket of that name
 
 
 if __name__ == "__main__":

@@ -122,9 +122,10 @@ class ShimMemory:
             raise Internal(f"{len(stripes)} stripes: 1 to {STRIPES_MAX} are possible")
         with self._mailbox.turn():
             self._mailbox.cancel_device(False)
-            theirs = self._ask("made ready for its descriptors", Command.MEMORY_OPEN, _OPEN_S)
+            opened = self._mailbox.ask(Command.MEMORY_OPEN, _OPEN_S)
+            theirs = self._first(opened, "made ready for its descriptors")
             try:
-                self._hand_over(theirs, stripes)
+                self._hand_over(theirs, stripes, opened.second)
             except GpuFailed:
                 with contextlib.suppress(SnapshotError):
                     self.drop()  # what it has opened for them
@@ -182,10 +183,10 @@ class ShimMemory:
             raise _failure(self.process, wanted, answer)
         return answer.first
 
-    def _hand_over(self, theirs: int, stripes: Sequence[int]) -> None:
+    def _hand_over(self, theirs: int, stripes: Sequence[int], inode: int = 0) -> None:
         """Sends the descriptors over a socket pair of the process, so that it need not connect to the daemon."""
         try:
-            with _descriptor(self.process, theirs) as connection:
+            with _descriptor(self.process, theirs, inode) as connection:
                 payload = array.array("i", stripes)
                 connection.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, payload)])
         except OSError as error:
@@ -211,13 +212,16 @@ def is_out(process: Process) -> bool:
     return False
 
 
-def _descriptor(process: Process, theirs: int) -> socket.socket:
-    """A copy of a socket that another process has open."""
+def _descriptor(process: Process, theirs: int, inode: int = 0) -> socket.socket:
+    """A copy of a socket that another process has open. Raises OSError if it has another inode: the job has closed the
+    descriptor, and opened its own under that number. 0: unknown, from an older library."""
     with process.pidfd() as pidfd:
         ours = _libc.syscall(*map(ctypes.c_long, (_PIDFD_GETFD, pidfd, theirs, 0)))
         if ours < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     try:
+        if inode and os.fstat(ours).st_ino != inode:
+            raise OSError(errno.EBADF, "the process has closed the socket that was opened for it")
         connection = socket.socket(fileno=ours)
     except BaseException:  # the process has reused that descriptor number
         os.close(ours)

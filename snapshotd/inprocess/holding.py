@@ -3,10 +3,8 @@
 The shim exports its physical memory, sends the descriptors over a socket pair of the process, and releases the memory. A
 descriptor keeps it, whichever process dies. When it is given back, it is mapped at the same addresses, without a copy.
 
-Invariant: the process releases memory only after it has sent every descriptor, and `hand_over` returns only when `keep` has
-all of them. If it fails, the process is asked (`offloaded`) whether it has released its memory. The process does not wait
-until `keep` has them: if the daemon or the holder fails between the two, released memory is lost. `hold_device_memory` is
-therefore off by default.
+Invariant: the process releases memory only after `keep` has every descriptor, which it is told with one byte. If a hand-over
+fails, the process is asked (`offloaded`) whether it has released its memory.
 
 Everything here blocks: call it in a thread.
 """
@@ -22,11 +20,10 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Where
+from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Where
 from snapshotd.inprocess import abi, devmem, shimctl
 from snapshotd.inprocess.abi import Command
 from snapshotd.inprocess.devmem import Caught
@@ -38,9 +35,8 @@ log = logging.getLogger(__name__)
 BATCH = abi.STRIPES_MAX
 _BLOCK = struct.Struct("QQiI")
 _OPEN_S, _READY_S = 5.0, 30.0
-#: How long descriptors that were sent may take to be kept.
-_KEPT_S = 30.0
 _LOOK_S = 0.05
+_KEPT = b"\1"
 
 
 class CannotExport(Exception):
@@ -60,6 +56,10 @@ class HeldBlock:
 Keep = Callable[[Sequence[HeldBlock], Sequence[int]], None]
 
 
+#: What is given back: blocks and their descriptors, in batches of at most BATCH.
+Batches = Iterable[tuple[Sequence[HeldBlock], Sequence[int]]]
+
+
 class Holding:
     """The process's end of a hand-over, in either direction."""
 
@@ -71,15 +71,23 @@ class Holding:
     def process(self) -> Process:
         return self._mailbox.process
 
+    def must_know_how(self) -> None:
+        """Raises GpuFailed at once if the process has an older library, which would wait for files."""
+        answer = self._mailbox.ask(Command.MEMORY_OWN, _OPEN_S)
+        if answer.status:
+            raise devmem._failure(self.process, "handed over", answer)
+
     def ready(self, stripes: int, slot_bytes: int) -> int:
         """Prepares a hand-over while the job may run; returns the bytes. The numbers describe the layout in which the content
         may be sent (shim/README.md), and must be the same for both directions."""
         with self._mailbox.turn():
             self.close()
             self._mailbox.cancel_device(False)
-            theirs = self._ask("made ready for a hand-over", Command.MEMORY_OPEN, _OPEN_S)
+            opened = self._mailbox.ask(Command.MEMORY_OPEN, _OPEN_S)
+            if opened.status:
+                raise devmem._failure(self.process, "made ready for a hand-over", opened)
             try:
-                self._line = devmem._descriptor(self.process, theirs)
+                self._line = devmem._descriptor(self.process, opened.first, opened.second)
             except OSError as error:
                 raise self._failed("be handed over", str(error)) from error
             return self._ask("made ready", Command.MEMORY_READY, _READY_S, stripes, slot_bytes, 1)
@@ -92,35 +100,35 @@ class Holding:
         reader.start()
         try:
             answer = self._mailbox.ask(Command.MEMORY_HAND_OVER, timeout_s)
-        finally:
-            reader.answered.set()
-        if answer.status == errno.EAGAIN:
+        except BaseException:
             reader.give_up()
-            raise Caught(answer.text)
-        if answer.status:
-            reader.give_up()
-        if answer.status == errno.EXDEV:
             self.close()
+            raise
+        reader.give_up()
+        if answer.status == errno.EAGAIN:
+            raise Caught(answer.text)
+        self.close()
+        if answer.status and reader.error is not None:
+            raise reader.error
+        if answer.status == errno.EXDEV:
             raise CannotExport(answer.text)
         if answer.status:
-            self.close()
             raise devmem._failure(self.process, "handed over", answer)
-        reader.finish(time.monotonic() + _KEPT_S, self.process)
-        self.close()
         return answer.first
 
-    def take_back(self, timeout_s: float, descriptors: Iterable[Sequence[int]]) -> int:
-        """Maps the memory of these descriptors again, in the order in which they were handed over; returns the bytes. `ready`
-        comes first. They stay open here. If it fails, the memory is still offloaded."""
+    def take_back(self, timeout_s: float, held: Batches, count: int) -> int:
+        """Maps the memory of these `count` descriptors again; returns the bytes. `ready` comes first. They stay open here. If
+        it fails, the memory is still offloaded."""
         assert self._line is not None
         line, sending = self._line, threading.Event()
 
         def send() -> None:
             try:
-                for batch in descriptors:
+                for blocks, fds in held:
                     if sending.is_set():
                         return
-                    line.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", batch))])
+                    records = b"".join(_BLOCK.pack(one.address, one.bytes, one.device, 0) for one in blocks)
+                    line.sendmsg([records], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
             except (OSError, SnapshotError) as error:
                 log.warning("giving process %d its device memory back: %s", self.process.pid, error)
                 with contextlib.suppress(OSError):
@@ -130,7 +138,7 @@ class Holding:
         sender = threading.Thread(target=send, name="give descriptors back", daemon=True)
         sender.start()
         try:
-            answer = self._mailbox.ask(Command.MEMORY_TAKE_BACK, timeout_s)
+            answer = self._mailbox.ask(Command.MEMORY_TAKE_BACK, timeout_s, count)
         finally:
             sending.set()
             with contextlib.suppress(OSError):
@@ -150,7 +158,7 @@ class Holding:
         """Replaces such memory by memory of the process itself, one block after the other, copied on the GPU.
 
         It needs room for one block there. The job's threads are parked, its driver unlocked; `ready` comes first. Raises
-        GpuFailed: what was not replaced is still there."""
+        GpuFailed or Timeout: what was not replaced is still there."""
         try:
             self._ask("made its own", Command.MEMORY_OWN, timeout_s)
         finally:
@@ -175,38 +183,44 @@ class Holding:
 
 
 class _Reader(threading.Thread):
-    """Receives descriptors while the process sends them: the kernel limits how many may be on their way."""
+    """Receives descriptors while the process sends them: the kernel limits how many may be on their way. Once all are kept it
+    tells the process, which then releases its memory."""
 
     def __init__(self, line: socket.socket, keep: Keep) -> None:
         super().__init__(name="receive device memory", daemon=True)
         self._line, self._keep = line, keep
-        self.answered, self._given_up = threading.Event(), False
-        self._complete = False
-        self._error: BaseException | None = None
+        self._given_up = False
+        self.error: SnapshotError | OSError | None = None
 
     def run(self) -> None:
         try:
-            self._read()
-        except BaseException as error:  # noqa: BLE001 - `finish` raises it
-            self._error = error
+            if self._read():
+                self._line.sendall(_KEPT)
+        except (SnapshotError, OSError) as error:
+            self.error = error
+            with contextlib.suppress(OSError):
+                self._line.shutdown(socket.SHUT_RDWR)  # it gives up, and releases nothing
 
-    def _read(self) -> None:
-        pending = b""
-        while not self._complete:
+    def _read(self) -> bool:
+        """Whether everything is kept."""
+        pending, complete = b"", False
+        while not complete:
             readable, _, _ = select.select([self._line], [], [], _LOOK_S)
             if not readable:
                 if self._given_up:
-                    return
+                    return False
                 continue
-            blob, fds, _, _ = socket.recv_fds(self._line, BATCH * _BLOCK.size, BATCH)
+            blob, fds, flags, _ = socket.recv_fds(self._line, BATCH * _BLOCK.size, BATCH)
             try:
                 if not blob:
-                    return
+                    return False
+                if flags & socket.MSG_CTRUNC:
+                    raise GpuFailed("this daemon can open no more files: raise its limit (LimitNOFILE=)")
                 pending += blob
                 whole = len(pending) // _BLOCK.size * _BLOCK.size
                 blocks = [HeldBlock(*fields[:3]) for fields in _BLOCK.iter_unpack(pending[:whole])]
                 pending = pending[whole:]
-                self._complete = any(not block.bytes for block in blocks)
+                complete = any(not block.bytes for block in blocks)
                 blocks = [block for block in blocks if block.bytes]
                 if len(blocks) != len(fds):
                     raise GpuFailed(f"{len(fds)} descriptors came for {len(blocks)} blocks of device memory")
@@ -215,19 +229,12 @@ class _Reader(threading.Thread):
             finally:
                 for fd in fds:
                     os.close(fd)
+        return True
 
     def give_up(self) -> None:
+        """The process has answered, or never will: ends it."""
         self._given_up = True
         self.join()
-
-    def finish(self, until_s: float, process: Process) -> None:
-        """The process has sent everything: waits until it was kept."""
-        self.join(max(0.0, until_s - time.monotonic()))
-        if self._error is not None:
-            raise self._error
-        if not self._complete:
-            self._given_up = True
-            raise Timeout(f"the descriptors of the device memory of process {process.pid} did not arrive")
 
 
 def find(process: Process) -> Holding | None:

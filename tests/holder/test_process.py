@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import resource
+import select
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +94,61 @@ def test_it_ends_with_its_last_client_if_it_keeps_nothing(place: Path) -> None:
     holder.close()
     until(lambda: not Path(f"/proc/{pid}").exists())
     assert not place.exists()
+
+
+def test_connection_to_a_holder_that_is_ending_is_made_again(holder: Holder, place: Path) -> None:
+    """It ends because it keeps nothing, with a connection that it has not accepted."""
+    ending = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ending.bind(str(place))
+    ending.listen(8)
+
+    def end() -> None:
+        select.select([ending], [], [], 60)  # somebody has connected
+        place.unlink()
+        ending.close()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    keep(holder, "m-1/7", [b"content"])
+    thread.join()
+    assert kept(holder, "m-1/7") == [(0, b"content")]
+
+
+def test_holder_that_ends_does_not_remove_the_socket_of_the_next(holder: Holder, place: Path) -> None:
+    path = place.with_name(f"{place.name}.lock")
+
+    def waits() -> bool:
+        """Whether another process has opened the lock."""
+        for link in Path("/proc").glob("[1-9]*/fd/*"):
+            with contextlib.suppress(OSError):
+                if link.parts[2] != str(os.getpid()) and os.readlink(link) == str(path):
+                    return True
+        return False
+
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        place.touch()  # the one that is ending has not removed it yet
+        starting = threading.Thread(target=holder._start)
+        starting.start()
+        until(waits)
+        assert not place.is_socket()
+        place.unlink()
+    starting.join(60)
+    assert place.is_socket()
+    keep(holder, "m-1/7", [b"content"])
+    assert kept(holder, "m-1/7") == [(0, b"content")]
+
+
+def test_lack_of_descriptors_is_an_error(holder: Holder) -> None:
+    """The kernel drops those that do not fit: memory would be lost."""
+    contents = [b"x"] * BATCH
+    keep(holder, "m-1/7", contents)
+    resource.prlimit(holder.pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{holder.pid}/fd")) + 2,) * 2)
+    with pytest.raises(GpuFailed, match="can open no more files"):
+        keep(holder, "m-1/8", contents)
+    assert holder.kept() == {"m-1/7": BATCH}
+    assert holder.count("m-1/7") == BATCH
+    assert holder.count("m-1/8") == 0
 
 
 def test_killed_holder_is_reported_and_replaced(holder: Holder) -> None:

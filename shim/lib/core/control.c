@@ -30,6 +30,10 @@ static int dispatch(uint32_t command, int64_t timeout_ns)
 			add_text("the job's device memory is offloaded: it must be back on the GPU before a thread may run");
 			return EBUSY;
 		}
+		if (!memory_lets_run()) {
+			add_text("the job's device memory is being replaced by its own: a call into CUDA has not returned");
+			return EBUSY;
+		}
 		return release(timeout_ns);
 	case SNAPSHIM_EMPTY_CACHE:
 		return empty_cache(timeout_ns);
@@ -44,7 +48,8 @@ static int dispatch(uint32_t command, int64_t timeout_ns)
 	case SNAPSHIM_NCCL_CLOSE_DEVICES:
 	case SNAPSHIM_NCCL_DEVICES:
 		return nccl_dispatch(command, timeout_ns);
-	case SNAPSHIM_MEMORY_OPEN ... SNAPSHIM_MEMORY_OWN:
+	case SNAPSHIM_MEMORY_OPEN ... SNAPSHIM_MEMORY_DROP:
+	case SNAPSHIM_MEMORY_HAND_OVER ... SNAPSHIM_MEMORY_OWN:
 		return memory_dispatch(command, timeout_ns);
 	case SNAPSHIM_TRACK_OPEN:
 	case SNAPSHIM_TRACK_CLOSE:

@@ -23,6 +23,11 @@ bool memory_has_thread(int tid)
 	return false;
 }
 
+bool memory_lets_run(void)
+{
+	return true;
+}
+
 bool memory_is_ours(uint64_t address)
 {
 	(void)address;

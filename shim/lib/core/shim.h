@@ -155,6 +155,7 @@ int memory_dispatch(uint32_t command, int64_t timeout_ns);
 void memory_forget(void);
 bool memory_has_thread(int tid); /* whether it is one of our threads that copy */
 bool memory_is_ours(uint64_t address);
+bool memory_lets_run(void); /* false: the job's memory is being replaced; otherwise that does not begin any more */
 /* CUDA IPC of memory that we back, with our own handles; updates the mailbox's counts. False: the caller must call CUDA. */
 bool memory_ipc_get(void *handle, uint64_t address);
 bool memory_ipc_open(uint64_t *address, const void *handle, const void *caller,

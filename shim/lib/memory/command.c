@@ -205,6 +205,8 @@ static int take_back_memory(int64_t until_ns)
 	if (!LOAD(&snapshim_mailbox.device_offloaded))
 		return refuse(EALREADY, "no memory is offloaded");
 	status = prepare_all(until_ns);
+	if (!status) /* what an attempt that did not end has mapped */
+		status = explain(workers_finish(stripes.count, detach_all, now_ns() + TAKE_AWAY_NS));
 	if (!status)
 		status = explain(workers_run(1, take_back, until_ns));
 	snapshim_mailbox.result[0] = striped_bytes();
@@ -237,6 +239,8 @@ int memory_dispatch(uint32_t command, int64_t timeout_ns)
 		return give_up();
 	if (command == SNAPSHIM_MEMORY_READY)
 		return make_ready(until_ns);
+	if (command == SNAPSHIM_MEMORY_OWN && !LOAD(&snapshim_mailbox.ipc_imports))
+		return 0;
 	if (!is_ready())
 		return refuse(EINVAL, "MEMORY_READY comes first");
 	if (is_ready_to_hold() != (command >= SNAPSHIM_MEMORY_HAND_OVER))
@@ -259,6 +263,7 @@ int memory_dispatch(uint32_t command, int64_t timeout_ns)
 void memory_forget(void)
 {
 	readiness_forget();
+	holding_forget();
 	resources_forget();
 	workers_forget();
 	peers_forget();

@@ -72,6 +72,7 @@ _Static_assert(sizeof(struct cuda_access) == 12, "the driver's layout");
 #define DRIVER_USEFUL(X)                                                                           \
 	X(cuMemExportToShareableHandle, (void *, uint64_t, int, unsigned long long))               \
 	X(cuMemImportFromShareableHandle, (uint64_t *, void *, int))                               \
+	X(cuMemRetainAllocationHandle, (uint64_t *, void *))                                       \
 	X(cuMemcpyDtoDAsync_v2, (uint64_t, uint64_t, size_t, void *))                              \
 	X(cuDeviceCanAccessPeer, (int *, int, int))                                                \
 	X(cuDevicePrimaryCtxGetState, (int, unsigned int *, int *))                                \

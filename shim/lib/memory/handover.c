@@ -32,13 +32,14 @@ static struct {
 };
 _Static_assert(sizeof(open_) <= 256, "in one page");
 
-/* Identifies the files, because a job may close descriptors that it did not open, and open its own files under their
+/* Identifies files and sockets, because a job may close descriptors that it did not open, and open its own under their
  * numbers. */
-static struct {
+struct identity {
 	bool known;
 	dev_t device;
 	ino_t inode;
-} identity[SNAPSHIM_STRIPES_MAX];
+};
+static struct identity files_are[SNAPSHIM_STRIPES_MAX], sockets_are[2];
 
 /* A descriptor after the header of the control message. The kernel writes only one such message. */
 static int *received(unsigned int index)
@@ -53,37 +54,58 @@ static void close_descriptor(int *descriptor)
 	*descriptor = NOTHING;
 }
 
+static void identify(int descriptor, struct identity *identity)
+{
+	struct stat about;
+
+	identity->known = fstat(descriptor, &about) == 0;
+	identity->device = about.st_dev;
+	identity->inode = about.st_ino;
+}
+
+static bool is_still(int descriptor, const struct identity *identity)
+{
+	struct stat about;
+
+	return !identity->known ||
+	       (fstat(descriptor, &about) == 0 && about.st_dev == identity->device && about.st_ino == identity->inode);
+}
+
+static void close_ours(int *descriptor, struct identity *identity)
+{
+	if (*descriptor >= 0 && !is_still(*descriptor, identity))
+		*descriptor = NOTHING;
+	identity->known = false;
+	close_descriptor(descriptor);
+}
+
 static void close_sockets(void)
 {
-	close_descriptor(&open_.sockets[0]);
-	close_descriptor(&open_.sockets[1]);
+	close_ours(&open_.sockets[0], &sockets_are[0]);
+	close_ours(&open_.sockets[1], &sockets_are[1]);
 }
 
 bool handover_is_ours(unsigned int stripe)
 {
-	struct stat about;
-
-	return !identity[stripe].known || (fstat(open_.files[stripe], &about) == 0 &&
-					   about.st_dev == identity[stripe].device && about.st_ino == identity[stripe].inode);
+	return is_still(open_.files[stripe], &files_are[stripe]);
 }
 
-static void identify(unsigned int stripe)
+void handover_is_taken(void)
 {
-	struct stat about;
+	close_ours(&open_.sockets[1], &sockets_are[1]);
+}
 
-	identity[stripe].known = fstat(open_.files[stripe], &about) == 0;
-	identity[stripe].device = about.st_dev;
-	identity[stripe].inode = about.st_ino;
+/* 0, or the job has closed it. */
+static int check_socket(void)
+{
+	return open_.sockets[0] >= 0 && is_still(open_.sockets[0], &sockets_are[0]) ? 0 : EBADF;
 }
 
 void handover_close(void)
 {
 	close_sockets();
 	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++) {
-		if (open_.files[i] >= 0 && !handover_is_ours(i))
-			open_.files[i] = NOTHING;
-		identity[i].known = false;
-		close_descriptor(&open_.files[i]);
+		close_ours(&open_.files[i], &files_are[i]);
 		close_descriptor(received(i));
 	}
 }
@@ -98,7 +120,7 @@ int handover_file(unsigned int stripe)
 	return open_.files[stripe];
 }
 
-int handover_open(int *theirs)
+int handover_open(int *theirs, uint64_t *inode)
 {
 	int status = (int)-KERNEL(SYS_socketpair, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, open_.sockets);
 
@@ -107,21 +129,43 @@ int handover_open(int *theirs)
 		add_text("the process can open no more sockets: raise its limit of open files (ulimit -n)");
 		return status;
 	}
+	identify(open_.sockets[0], &sockets_are[0]);
+	identify(open_.sockets[1], &sockets_are[1]);
 	*theirs = open_.sockets[1];
+	*inode = sockets_are[1].inode;
 	return 0;
+}
+
+/* One message. The descriptors are in `open_.control`; they are closed if not all came. 0 or an errno. */
+static int receive(void *data, size_t most, size_t *bytes)
+{
+	struct iovec vector = {data, most};
+	struct msghdr message = {
+		.msg_iov = &vector, .msg_iovlen = 1, .msg_control = &open_.control, .msg_controllen = sizeof(open_.control)};
+	int status = check_socket();
+	long got = status ? 0 : KERNEL(SYS_recvmsg, open_.sockets[0], &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+
+	if (status)
+		return status;
+	if (got <= 0)
+		return got == -EAGAIN || got == -EINTR ? EAGAIN : got ? (int)-got : ECONNRESET;
+	*bytes = (size_t)got;
+	if (!(message.msg_flags & MSG_CTRUNC))
+		return 0;
+	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++)
+		close_descriptor(received(i));
+	return EMFILE;
 }
 
 /* Appends one message's descriptors to the `*count` that were received before. */
 static int receive_some(unsigned int wanted, unsigned int *count)
 {
 	char byte[SNAPSHIM_STRIPES_MAX];
-	struct iovec data = {byte, sizeof(byte)};
-	struct msghdr message = {
-		.msg_iov = &data, .msg_iovlen = 1, .msg_control = &open_.control, .msg_controllen = sizeof(open_.control)};
-	long bytes = KERNEL(SYS_recvmsg, open_.sockets[0], &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+	size_t bytes;
+	int status = receive(byte, sizeof(byte), &bytes);
 
-	if (bytes <= 0)
-		return bytes == -EAGAIN || bytes == -EINTR ? 0 : bytes ? (int)-bytes : ECONNRESET;
+	if (status)
+		return status == EAGAIN ? 0 : status;
 	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++) {
 		if (*received(i) != NOTHING && *count < wanted) {
 			open_.files[(*count)++] = *received(i);
@@ -143,6 +187,8 @@ int handover_send(const void *data, size_t bytes, const int *descriptors, unsign
 	struct msghdr message = {.msg_iov = &text, .msg_iovlen = 1};
 	long sent;
 
+	if (check_socket())
+		return EBADF;
 	if (count) {
 		message.msg_control = &control;
 		message.msg_controllen = CMSG_SPACE(sizeof(int) * count);
@@ -159,23 +205,33 @@ int handover_send(const void *data, size_t bytes, const int *descriptors, unsign
 	return sent < 0 ? (int)-sent : (size_t)sent == bytes ? 0 : EPIPE;
 }
 
-int handover_take(int *descriptors, unsigned int *count)
+int handover_take(struct snapshim_held_block *records, int *descriptors, unsigned int *count)
 {
-	char byte;
-	struct iovec data = {&byte, sizeof(byte)};
-	struct msghdr message = {
-		.msg_iov = &data, .msg_iovlen = 1, .msg_control = &open_.control, .msg_controllen = sizeof(open_.control)};
-	long bytes = KERNEL(SYS_recvmsg, open_.sockets[0], &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+	size_t bytes;
+	int status = receive(records, SNAPSHIM_STRIPES_MAX * sizeof(*records), &bytes);
 
 	*count = 0;
-	if (bytes <= 0)
-		return bytes == -EAGAIN || bytes == -EINTR ? EAGAIN : bytes ? (int)-bytes : ECONNRESET;
+	if (status)
+		return status;
 	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++)
 		if (*received(i) != NOTHING) {
 			descriptors[(*count)++] = *received(i);
 			*received(i) = NOTHING;
 		}
-	return 0;
+	if (bytes == *count * sizeof(*records))
+		return 0;
+	for (unsigned int i = 0; i < *count; i++)
+		close_descriptor(&descriptors[i]);
+	*count = 0;
+	return EBADMSG;
+}
+
+int handover_answer(void)
+{
+	char byte;
+	size_t bytes;
+
+	return receive(&byte, sizeof(byte), &bytes);
 }
 
 int handover_receive(unsigned int wanted, int64_t until_ns)
@@ -192,7 +248,7 @@ int handover_receive(unsigned int wanted, int64_t until_ns)
 		}
 	}
 	for (unsigned int i = 0; i < count; i++)
-		identify(i);
+		identify(open_.files[i], &files_are[i]);
 	if (status) {
 		add_text("the stripes' descriptors have not come: ");
 		add_number((long)count);

@@ -1,8 +1,8 @@
 /* Hands the blocks' physical memory over to the daemon as descriptors, and takes it back: no content is copied.
  *
  * A descriptor keeps the memory on its device when this process has released it, and when every process that has it mapped is
- * dead. Invariant: memory is released here only when the daemon has been sent all descriptors. They are closed here at once, in
- * small batches: a job may have more blocks than it may open files.
+ * dead. Invariant: memory is released here only when the daemon has confirmed that all descriptors are kept. They are closed here at
+ * once, in small batches: a job may have more blocks than it may open files.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -44,6 +44,40 @@ static int duplicate(struct worker *worker, const struct block *block, uint64_t 
 	return status ? status : left;
 }
 
+/* Whether imported memory is being replaced. The job may be released after a time-out: what was copied until then is old, and
+ * must not replace anything. */
+enum { IDLE, COPYING, SWAPPING, ABANDONED };
+static uint32_t replacing;
+
+bool memory_lets_run(void)
+{
+	uint32_t copying = COPYING;
+
+	(void)SWAP_IF(&replacing, &copying, ABANDONED);
+	return LOAD(&replacing) != SWAPPING;
+}
+
+/* Takes the handle over, whose memory has the block's content. */
+static int swap(struct worker *worker, struct block *block, uint64_t handle)
+{
+	uint32_t copying = COPYING;
+	int answer, status = worker_should_stop();
+
+	if (!status && !SWAP_IF(&replacing, &copying, SWAPPING))
+		status = ECANCELED;
+	if (status) {
+		driver()->cuMemRelease(handle);
+		return status;
+	}
+	answer = physical_replace(block, handle);
+	if (block->away) { /* the job must not run without it */
+		block->striped = true;
+		STORE(&snapshim_mailbox.device_offloaded, 1);
+	}
+	STORE(&replacing, COPYING);
+	return answer ? worker_fails(worker, EIO, "cuMemUnmap, cuMemMap or cuMemSetAccess answers", answer) : 0;
+}
+
 /* Needs room on the device for one block more. If it fails, the block has the memory that it had. */
 static int make_own(struct worker *worker, struct block *block)
 {
@@ -61,14 +95,10 @@ static int make_own(struct worker *worker, struct block *block)
 		status = worker_fails(worker, driver_status(answer), "cuMemCreate answers", answer);
 	if (!status) {
 		status = duplicate(worker, block, address, handle);
-		answer = status ? 0 : physical_detach(block);
-		if (answer && !block->away)
-			status = worker_fails(worker, EIO, "cuMemUnmap answers", answer);
 		if (status)
 			driver()->cuMemRelease(handle);
-		answer = status ? 0 : physical_map(block, handle);
-		if (answer)
-			status = worker_fails(worker, EIO, "cuMemMap or cuMemSetAccess answers", answer);
+		else
+			status = swap(worker, block, handle);
 	}
 	driver()->cuMemAddressFree(address, block->bytes);
 	return status;
@@ -78,13 +108,20 @@ int own_all(struct worker *worker)
 {
 	int status = 0;
 
+	STORE(&replacing, COPYING);
 	for (size_t i = 0; i < blocks_count() && !status; i++)
 		if (block_at(i)->imported) {
 			status = make_own(worker, block_at(i));
 			if (!status)
 				status = worker_should_stop();
 		}
+	STORE(&replacing, IDLE);
 	return status;
+}
+
+void holding_forget(void)
+{
+	replacing = IDLE;
 }
 
 static int pass_on(struct worker *worker, const struct snapshim_held_block *records, const int *descriptors,
@@ -95,6 +132,23 @@ static int pass_on(struct worker *worker, const struct snapshim_held_block *reco
 
 		if (status != EAGAIN)
 			return status ? worker_fails(worker, status, "sendmsg fails with errno", status) : 0;
+		status = worker_should_stop();
+		if (status)
+			return status;
+		pause_us(AGAIN_US);
+	}
+}
+
+/* Until the daemon says that it keeps all descriptors. Before that, they may be lost with it. */
+static int await_answer(struct worker *worker)
+{
+	for (;;) {
+		int status = handover_answer();
+
+		if (status != EAGAIN)
+			return status ? worker_fails(worker, status, "the daemon does not confirm the descriptors: errno",
+						     status) :
+					0;
 		status = worker_should_stop();
 		if (status)
 			return status;
@@ -132,27 +186,50 @@ int hand_over(struct worker *worker)
 		status = pass_on(worker, record, descriptor, count);
 	close_all(descriptor, count);
 	record[0] = (struct snapshim_held_block){0};
-	return status ? status : pass_on(worker, record, descriptor, 0);
+	if (!status)
+		status = pass_on(worker, record, descriptor, 0);
+	return status ? status : await_answer(worker);
 }
 
-/* The next block that has no memory; NULL: all have. */
-static struct block *next_away(size_t *from)
+static uint64_t away_blocks(void)
 {
-	for (; *from < blocks_count(); (*from)++)
-		if (block_at(*from)->striped && block_at(*from)->away)
-			return block_at(*from);
-	return NULL;
+	uint64_t count = 0;
+
+	for (size_t i = 0; i < blocks_count(); i++)
+		count += block_at(i)->striped && block_at(i)->away;
+	return count;
 }
 
-/* The descriptors come in the order in which they were handed over, which is that of the blocks. */
+/* Maps memory where the record says. */
+static int map_one(struct worker *worker, const struct snapshim_held_block *record, int descriptor)
+{
+	struct block *block = block_with(record->address);
+	int answer, status;
+
+	if (!block || !block->striped || !block->away || block->address != record->address || block->bytes != record->bytes)
+		return worker_fails(worker, EINVAL, "a descriptor came for an address that lacks no memory of that size:",
+				    (long)record->address);
+	status = enter(worker, block->device);
+	answer = status ? 0 : physical_import(block, descriptor);
+	if (answer)
+		status = worker_fails(worker, driver_status(answer),
+				      "cuMemImportFromShareableHandle, cuMemMap or cuMemSetAccess answers", answer);
+	return status;
+}
+
+/* All striped blocks are away before. */
 int take_back(struct worker *worker)
 {
+	struct snapshim_held_block record[SNAPSHIM_STRIPES_MAX];
 	int descriptor[SNAPSHIM_STRIPES_MAX], status = 0;
+	uint64_t left = away_blocks();
 	unsigned int count;
-	size_t at = 0;
 
-	while (!status && next_away(&at)) {
-		status = handover_take(descriptor, &count);
+	if (left != snapshim_mailbox.argument[1])
+		return worker_fails(worker, EINVAL,
+				    "another number of descriptors was announced than the memory has blocks:", (long)left);
+	while (!status && left) {
+		status = handover_take(record, descriptor, &count);
 		if (status == EAGAIN) {
 			status = worker_should_stop();
 			pause_us(AGAIN_US);
@@ -161,18 +238,8 @@ int take_back(struct worker *worker)
 		if (status)
 			return worker_fails(worker, status, "recvmsg fails with errno", status);
 		for (unsigned int i = 0; i < count && !status; i++) {
-			struct block *block = next_away(&at);
-			int answer = 0;
-
-			status =
-				block ? enter(worker, block->device) :
-					worker_fails(worker, EINVAL, "more descriptors came than there are blocks:", (long)i);
-			if (!status)
-				answer = physical_import(block, descriptor[i]);
-			if (answer)
-				status = worker_fails(worker, driver_status(answer),
-						      "cuMemImportFromShareableHandle, cuMemMap or cuMemSetAccess answers",
-						      answer);
+			status = map_one(worker, &record[i], descriptor[i]);
+			left--;
 		}
 		close_all(descriptor, count);
 		if (!status)

@@ -38,9 +38,10 @@ int physical_attach(struct block *block); /* on failure it stays away */
 bool physical_is_exportable(const struct block *block); /* as far as can be told without asking the driver */
 int physical_export(const struct block *block, int *descriptor);
 int physical_import(struct block *block, int descriptor); /* maps that memory; on failure it stays away */
-/* The same in two steps. `physical_map` takes the handle over, also on failure. */
-int physical_create(const struct block *block, uint64_t *handle);
-int physical_map(struct block *block, uint64_t handle);
+int physical_create(const struct block *block, uint64_t *handle); /* without mapping it */
+/* Maps that memory instead of what the block has, which is kept until the new mapping stands. Takes the handle over. On
+ * failure the block has what it had; if it is away, the driver refused that as well. */
+int physical_replace(struct block *block, uint64_t handle);
 int physical_detach(struct block *block); /* it is away, unless the driver refused */
 
 /* peers.c: under the lock. Gives access to the block to all devices that may use its device's memory. */

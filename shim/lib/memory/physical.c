@@ -56,19 +56,21 @@ static int create(uint64_t *handle, const struct block *block, struct physical *
 	return status;
 }
 
-/* Takes the handle over, also on failure. */
-static int map(struct block *block, struct physical *created, uint64_t handle)
+static int place(const struct block *block, uint64_t handle)
 {
 	int status = driver()->cuMemMap(block->address, block->bytes, 0, handle, 0);
+
 	if (!status) {
 		status = allow(block);
 		if (status)
 			driver()->cuMemUnmap(block->address, block->bytes);
 	}
-	if (status) {
-		driver()->cuMemRelease(handle);
-		return status;
-	}
+	return status;
+}
+
+/* The block has this memory now. */
+static void settle(struct block *block, struct physical *created, uint64_t handle)
+{
 	block->away = false;
 	if (!created)
 		block->handle = handle;
@@ -76,7 +78,18 @@ static int map(struct block *block, struct physical *created, uint64_t handle)
 		created->handle = handle;
 	else
 		driver()->cuMemRelease(handle); /* the mapping alone keeps it, as before */
-	return 0;
+}
+
+/* Takes the handle over, also on failure. */
+static int map(struct block *block, struct physical *created, uint64_t handle)
+{
+	int status = place(block, handle);
+
+	if (status)
+		driver()->cuMemRelease(handle);
+	else
+		settle(block, created, handle);
+	return status;
 }
 
 int physical_attach(struct block *block)
@@ -126,9 +139,45 @@ int physical_create(const struct block *block, uint64_t *handle)
 	return create(handle, block, block->physical ? physical_numbered(block->physical) : NULL);
 }
 
-int physical_map(struct block *block, uint64_t handle)
+/* The handle of what a block has mapped; one that the program released is retained again. */
+static int current(const struct block *block, const struct physical *created, uint64_t *handle)
 {
-	return map(block, block->physical ? physical_numbered(block->physical) : NULL, handle);
+	if (!created || created->held) {
+		*handle = created ? created->handle : block->handle;
+		return 0;
+	}
+	if (!driver()->cuMemRetainAllocationHandle)
+		return CUDA_NOT_SUPPORTED;
+	return driver()->cuMemRetainAllocationHandle(handle, (void *)(uintptr_t)block->address);
+}
+
+int physical_replace(struct block *block, uint64_t handle)
+{
+	struct physical *created = block->physical ? physical_numbered(block->physical) : NULL;
+	uint64_t old = 0;
+	int status = current(block, created, &old);
+
+	if (!status)
+		status = driver()->cuMemUnmap(block->address, block->bytes);
+	if (status) {
+		if (old && created && !created->held)
+			driver()->cuMemRelease(old);
+		driver()->cuMemRelease(handle);
+		return status;
+	}
+	block->away = true;
+	status = place(block, handle);
+	if (!status) {
+		driver()->cuMemRelease(old);
+		settle(block, created, handle);
+		block_is_imported(block, false);
+		return 0;
+	}
+	if (place(block, old))
+		return status; /* it stays away; both handles keep the content */
+	settle(block, created, old);
+	driver()->cuMemRelease(handle);
+	return status;
 }
 
 int physical_detach(struct block *block)

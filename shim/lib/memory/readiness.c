@@ -107,12 +107,15 @@ int give_up(void)
 
 int open_sockets(void)
 {
+	uint64_t inode = 0;
 	int theirs = -1, status = give_up();
 
 	if (!status)
-		status = handover_open(&theirs);
-	if (!status)
+		status = handover_open(&theirs, &inode);
+	if (!status) {
 		snapshim_mailbox.result[0] = (uint64_t)theirs;
+		snapshim_mailbox.result[1] = inode;
+	}
 	return status;
 }
 
@@ -202,6 +205,8 @@ int make_ready(int64_t until_ns)
 	stripes.holds = snapshim_mailbox.argument[3] == 1;
 	snapshim_mailbox.device_stripes = (uint32_t)count;
 	memset(snapshim_mailbox.device_done, 0, sizeof(snapshim_mailbox.device_done));
+	if (stripes.holds)
+		handover_is_taken();
 	status = stripes.holds ? 0 : handover_receive(stripes.count, until_ns);
 	if (status)
 		return status;

@@ -48,9 +48,12 @@ int rehearse(struct worker *worker); /* one worker's */
 /* streaming_copy.c */
 void streaming_copy(char *to, const char *from, uint64_t bytes);
 /* holding.c */
-int hand_over(struct worker *worker); /* one worker's: sends descriptors of all blocks that are counted */
-int take_back(struct worker *worker); /* one worker's: maps what is received; if it fails, detach_all has to follow */
-int own_all(struct worker *worker);   /* one worker's: replaces imported memory by memory of this process */
+/* One worker's: sends descriptors of all blocks that are counted. 0: they are kept elsewhere, and may be released here. */
+int hand_over(struct worker *worker);
+/* One worker's: maps what is received. detach_all comes before it, and after it if it fails. */
+int take_back(struct worker *worker);
+int own_all(struct worker *worker); /* one worker's: replaces imported memory by memory of this process */
+void holding_forget(void);
 /* copying.c */
 int drop_freed(struct worker *worker); /* one worker's */
 int copy_out(struct worker *worker);

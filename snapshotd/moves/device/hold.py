@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Where
+from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Where
 from snapshotd.holder import copying
 from snapshotd.holder.client import Holder
 from snapshotd.holder.copying import Copying, stripe_sizes
@@ -55,6 +55,7 @@ class Hold:
 
     async def prepare(self) -> None:
         """While the job runs. Raises a SnapshotError or OSError; nothing has happened then."""
+        await in_thread(self._holding.must_know_how)
         await in_thread(self._holder.start)
         await in_thread(self._holding.ready, len(self._names), self._slot_bytes)
         await self._copying.start()
@@ -88,31 +89,36 @@ class Hold:
 def take_back(holder: Holder, move: str, one: StripedProcess, timeout_s: float) -> int:
     """Undo: gives a process its memory back; the bytes. Blocking. Raises GpuFailed or Timeout (retry later), and Lost."""
     key, process = key_of(move, one.process), one.process
-    if key not in holder.kept():
+    kept_bytes = holder.kept().get(key)
+    if kept_bytes is None:
         raise Lost(f"the device memory of process {process.pid} is gone: the process that kept it has ended")
     found = holding.find(process)
     if found is None:
         raise RankGone(f"process {process.pid} has ended", where=Where.ENDED)
-
-    def batches() -> Iterator[list[int]]:
-        for _, fds in holder.held(key):
-            yield fds
-
-    found.ready(len(one.stripes), one.slot_bytes)
-    size = found.take_back(timeout_s, batches())
+    wanted_bytes = found.ready(len(one.stripes), one.slot_bytes)
+    if kept_bytes != wanted_bytes:
+        found.close()
+        raise Lost(
+            f"part of the device memory of process {process.pid} is gone: {kept_bytes} bytes are kept, {wanted_bytes} were"
+            " handed over"
+        )
+    size = found.take_back(timeout_s, holder.held(key), holder.count(key))
     holder.drop([key])  # the process has it; a second copy of a block has room only without this
     return size
 
 
 def own(one: StripedProcess, timeout_s: float) -> None:
     """Makes memory that was taken back the process's own, because the driver can neither export imported memory nor restore a
-    process that has some. Blocking. Idempotent. A failure is only logged: the rank continues, and cannot move again."""
+    process that has some. Blocking. Idempotent. Raises Timeout. Any other failure is only logged: the rank continues, and
+    cannot move again."""
     found = holding.find(one.process)
     if found is None or not found.has_imported():
         return
     try:
         found.ready(len(one.stripes), one.slot_bytes)
         found.own(timeout_s)
+    except Timeout:  # a call into CUDA has not returned: the job may run only if the process itself agrees
+        raise
     except SnapshotError as error:
         log.warning(
             "process %d: its device memory was handed back, but cannot be made its own: %s. The rank continues, and cannot"

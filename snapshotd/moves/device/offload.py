@@ -109,7 +109,12 @@ class Offload:
                     Hold, self.node, self.log.move, one.process, self._gpus[0], self.folder, one.names, one.slot_bytes
                 )
             await self._journal()
-            await asyncio.gather(*(one.hold.prepare() for one in self.striped if one.hold is not None))
+            preparing = (one.hold.prepare() for one in self.striped if one.hold is not None)
+            for failed in await asyncio.gather(
+                *preparing, return_exceptions=True
+            ):  # none goes on behind the others' back
+                if isinstance(failed, BaseException):
+                    raise failed
         except (SnapshotError, OSError) as error:
             self._warn(f"device memory goes through files on this node: {reason(error)}")
             for one in self.striped:
@@ -188,6 +193,8 @@ class Offload:
         for one in [one for one in self.striped if one.process not in held]:  # it has ended, or uses no GPU any more
             self._wanted_bytes -= one.expected_bytes
             self.striped.remove(one)
+            if one.hold is not None:
+                await one.hold.close()
         if not self.striped:  # `must_fit` was checked before the standstill
             self.channel.announce_sizes()  # no bytes: the target need not wait
             return 0

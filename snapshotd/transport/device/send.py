@@ -67,11 +67,7 @@ class Sender:
         connection.settimeout(CONNECT_S)
         kind, have = read_reply(connection)
         connection.settimeout(None)
-        self._listen(None, wait=False)  # what was removed from the file was announced before
-        if have < self._freed:
-            raise StripeError(
-                "internal", f"the target has {have} bytes of a stripe, of which the first {self._freed} are gone here"
-            )
+        self._must_have(have)
         if kind is not Kind.HAVE or have > self._furthest:
             raise StripeError("damaged", f"the target has {have} bytes of a stripe of which {self._furthest} were sent")
         self._offset, self._end_sent = have, False
@@ -96,6 +92,15 @@ class Sender:
                     self._end_sent = True
         finally:
             self._poll.unregister(connection)
+
+    def _must_have(self, offset: int) -> None:
+        """Fails unless the file has what follows `offset`. What is removed was announced before."""
+        while dict(self._poll.poll(0)).keys() & {self._control.fileno()}:
+            self._dispatch(*self._control.hear())
+        if offset < self._freed:
+            raise StripeError(
+                "internal", f"the target has {offset} bytes of a stripe, of which the first {self._freed} are gone here"
+            )
 
     def _due_bytes(self) -> int:
         """Length of the next record; 0 if the file has not grown enough, or there is none any more."""
@@ -139,6 +144,7 @@ class Sender:
 
     def _send_record(self, connection: Connection, length: int) -> None:
         record = self._record(length)
+        self._must_have(self._offset)  # after reading it: what was read is there unless its removal was announced
         self._furthest = max(
             self._furthest, self._offset + length
         )  # before sending: it may arrive although the call fails

@@ -31,9 +31,9 @@ class Held:
         self.blocks += blocks
         self.fds += [os.dup(fd) for fd in fds]
 
-    def batches(self) -> Iterator[list[int]]:
+    def batches(self) -> Iterator[tuple[list[HeldBlock], list[int]]]:
         for at in range(0, len(self.fds), BATCH):
-            yield self.fds[at : at + BATCH]
+            yield self.blocks[at : at + BATCH], self.fds[at : at + BATCH]
 
     def close(self) -> None:
         for fd in self.fds:
@@ -61,7 +61,7 @@ def hand_over(job: DeviceJob, held: Held) -> int:
 def take_back(job: DeviceJob, held: Held) -> int:
     one = holding(job)
     one.ready(STRIPES, SLOT_BYTES)
-    return one.take_back(STUCK_S, held.batches())
+    return one.take_back(STUCK_S, held.batches(), len(held.fds))
 
 
 def own(job: DeviceJob) -> None:
@@ -203,8 +203,12 @@ def test_too_few_descriptors_are_refused(start_job: Start, held: Held) -> None:
     hand_over(job, held)
     one = holding(job)
     one.ready(STRIPES, SLOT_BYTES)
+    with pytest.raises(GpuFailed, match="another number of descriptors was announced"):
+        one.take_back(STUCK_S, [(held.blocks[:1], held.fds[:1])], 1)
+    job.is_settled(offloaded=True)
+    one.ready(STRIPES, SLOT_BYTES)
     with pytest.raises(Exception, match=r"deadline|did not|not answer"):
-        one.take_back(2.0, [held.fds[:1]])
+        one.take_back(2.0, [(held.blocks[:1], held.fds[:1])], len(held.fds))
     job.is_settled(offloaded=True)
     take_back(job, held)
     job.is_unharmed()

@@ -1,0 +1,143 @@
+"""Device memory that the holder takes over, as the source sees it: nothing is left running, and lost memory is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from snapshotd.api.errors import GpuFailed, Timeout
+from snapshotd.inprocess import holding
+from snapshotd.moves.device import hold, offload
+from snapshotd.moves.device.memory import Lost
+from snapshotd.moves.device.parts import Parts
+from snapshotd.moves.record_parts import StripedProcess
+from snapshotd.proc.tree import Process
+from tests.daemon.offload_doubles import MOVE, SIZE, Source, source
+
+__all__ = ["source"]
+
+
+class Held:
+    """What prepares and copies the memory of one process. `fails`: processes that cannot be prepared."""
+
+    made: list[Held]
+    fails: set[int]
+
+    def __init__(self, node: Any, move: str, process: Process, *arguments: Any) -> None:
+        self.process, self.key = process, hold.key_of(move, process)
+        self.said: list[str] = []
+        self.made.append(self)
+
+    async def prepare(self) -> None:
+        if self.process.pid in self.fails:
+            raise GpuFailed("the GPU is not there")
+        await asyncio.sleep(0.05)
+        self.said.append("prepared")
+
+    async def close(self) -> None:
+        self.said.append("closed")
+
+    def hand_over(self, timeout_s: float) -> int:
+        self.said.append("handed over")
+        return SIZE
+
+    @property
+    def sizes(self) -> list[int]:
+        return [SIZE]
+
+    def begin(self, channel: Any) -> asyncio.Task[None]:
+        async def copy() -> None:
+            self.said.append("copied")
+
+        return asyncio.create_task(copy())
+
+
+@pytest.fixture
+def holding_source(source: Source, monkeypatch: pytest.MonkeyPatch) -> Source:
+    source.node.config.hold_device_memory = True
+    monkeypatch.setattr(Held, "made", [], raising=False)
+    monkeypatch.setattr(Held, "fails", set(), raising=False)
+    monkeypatch.setattr(offload, "Hold", Held)
+    return source
+
+
+async def prepared(source: Source) -> offload.Offload:
+    made = await offload.prepare(source.node, source.log, list(source.memories), 0, ["GPU-1"])
+    assert made is not None
+    return made
+
+
+async def test_failed_preparation_leaves_no_other_one_running(holding_source: Source) -> None:
+    """The first to fail must not leave the others behind: each has a process that has attached to the GPU."""
+    first, _ = holding_source.memories
+    Held.fails = {first.pid}
+    parking = await prepared(holding_source)
+    assert [one.said for one in Held.made] == [["closed"], ["prepared", "closed"]]
+    assert "goes through files on this node: the GPU is not there" in parking.warnings[0]
+    await parking.close()
+
+
+async def test_process_that_ended_leaves_no_copier(holding_source: Source) -> None:
+    first, _ = holding_source.memories
+    parking = await prepared(holding_source)
+    assert parking.holds
+    await parking.out(holding_source.driver, [first], Parts(), holding_source._stop_others)
+    assert [one.said for one in Held.made] == [["prepared", "handed over", "copied"], ["prepared", "closed"]]
+    await parking.close()
+
+
+# ---------------------------------------------------------------- undo
+
+
+class InProcess:
+    def __init__(self, size: int) -> None:
+        self.size, self.said = size, list[str]()
+
+    def ready(self, stripes: int, slot_bytes: int) -> int:
+        return self.size
+
+    def has_imported(self) -> bool:
+        return True
+
+    def own(self, timeout_s: float) -> None:
+        raise Timeout("a call into CUDA did not return in time")
+
+    def close(self) -> None:
+        self.said.append("closed")
+
+    def take_back(self, timeout_s: float, held: Any, count: int) -> int:
+        self.said.append(f"took back {count}")
+        return self.size
+
+
+def striped(source: Source) -> StripedProcess:
+    process = next(iter(source.memories))
+    return StripedProcess(process.pid, process.start_ticks, ["device-1-0"], 1 << 20, held=True)
+
+
+def test_memory_that_is_not_all_kept_is_lost(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, found = striped(source), InProcess(10)
+    monkeypatch.setattr(holding, "find", lambda process: found)
+    kept, dropped = {hold.key_of(MOVE, one.process): 4}, list[str]()
+    holder: Any = SimpleNamespace(
+        kept=lambda: kept, held=lambda key: iter(()), count=lambda key: 3, drop=dropped.extend
+    )
+    with pytest.raises(Lost, match="4 bytes are kept, 10 were handed over"):
+        hold.take_back(holder, MOVE, one, 1.0)
+    assert (found.said, dropped) == (["closed"], [])
+    kept[hold.key_of(MOVE, one.process)] = 10
+    assert hold.take_back(holder, MOVE, one, 1.0) == 10
+    assert (found.said[-1], dropped) == ("took back 3", list(kept))
+    kept.clear()
+    with pytest.raises(Lost, match="has ended"):
+        hold.take_back(holder, MOVE, one, 1.0)
+
+
+def test_replacement_that_hangs_is_not_only_logged(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's threads must not be released as if nothing were under way."""
+    monkeypatch.setattr(holding, "find", lambda process: InProcess(10))
+    with pytest.raises(Timeout, match="did not return"):
+        hold.own(striped(source), 1.0)
