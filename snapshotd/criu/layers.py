@@ -4,6 +4,9 @@ criu looks for such a page in the folder `parent` of the images, then in `parent
 of the process that it restores. So the first folder has, under the name of each process, the pagemap that lies below its own,
 the second the one below that. All are links to files of the image: no page is stored twice.
 
+criu removes each page from its file once it is restored. Those that several processes take from there must stay: the library
+in criu is told which (shim/lib/criu/kept_pages.c).
+
 The image must have been verified (image_content.py). Names are made of numbers alone, so no link leads out of the folder.
 """
 
@@ -11,36 +14,45 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 from pycriu import images
 
 from snapshotd.api.errors import Damaged, Where
-from snapshotd.criu import below, pagemap_image
+from snapshotd.criu import below, borders, page_ranges, pagemap_image
+from snapshotd.criu.page_ranges import Range
+from snapshotd.criu.pagemap_image import Pagemap
 
+KEPT = "kept-pages"
 _PARENT = "parent"
+_RANGE = struct.Struct("=QQQ")
 
 
 def build(folder: Path, described: Mapping[int, int]) -> int:
     """Makes the folders anew; returns how many there are. `described`: see `below.chain_of`. Blocking. Raises Damaged."""
     shutil.rmtree(folder / _PARENT, ignore_errors=True)
-    depth = 0
+    (folder / KEPT).unlink(missing_ok=True)
+    if not described:
+        return 0
     try:
-        parents = _parents(folder) if described else {}
-        for pid in described:
-            own, *lower = below.chain_of(pid, parents, described)
-            depth = max(depth, len(lower))
+        parents = _parents(folder)
+        chains = [below.chain_of(pid, parents, described) for pid in described]
+        pagemaps = {name: pagemap_image.decode((folder / name).read_bytes()) for chain in chains for name in chain}
+        for own, *lower in chains:
             layer = folder
             for name in lower:
                 layer /= _PARENT
                 layer.mkdir(mode=0o700, exist_ok=True)
-                number = pagemap_image.pages_id_of(folder / name)
+                number = pagemaps[name].pages_id
                 _link(folder / name, layer / own)
                 _link(folder / below.pages_of(name, number), layer / pagemap_image.pages_name(number))
+        _write_kept(folder, chains, pagemaps)
+        borders.align(folder, {pid: parents[pid] for pid, rounds in described.items() if not rounds})
     except (OSError, ValueError) as error:
         raise Damaged(f"pages that an image leaves out cannot be found: {error}", where=Where.SOURCE_FROZEN) from error
-    return depth
+    return max(len(chain) for chain in chains) - 1
 
 
 def _parents(folder: Path) -> dict[int, int]:
@@ -55,3 +67,40 @@ def _link(file: Path, name: Path) -> None:
     except FileExistsError:
         if not os.path.samefile(file, name):
             raise ValueError(f"two files would be {name.name}") from None
+
+
+def _write_kept(folder: Path, chains: list[list[str]], pagemaps: Mapping[str, Pagemap]) -> None:
+    """Lists the pages that more than one process reads."""
+    records = []
+    for name, ranges in read_twice(chains, pagemaps).items():
+        inode = (folder / below.pages_of(name, pagemaps[name].pages_id)).stat().st_ino
+        records += [(inode, start, end) for start, end in _offsets(pagemaps[name].present, ranges)]
+    (folder / KEPT).write_bytes(b"".join(_RANGE.pack(*one) for one in sorted(records)))
+
+
+def read_twice(chains: list[list[str]], pagemaps: Mapping[str, Pagemap]) -> dict[str, list[Range]]:
+    """The pages of each pagemap that are read for several processes."""
+    once = {name: pagemap.present for name, pagemap in pagemaps.items() if not name.startswith("ahead-")}
+    twice: dict[str, list[Range]] = {}
+    for own, *lower in chains:
+        wanted = pagemaps[own].below
+        for name in lower:
+            taken = page_ranges.common(wanted, pagemaps[name].present)
+            wanted = page_ranges.without(wanted, taken)
+            again = page_ranges.common(once.get(name, []), taken)
+            twice[name] = page_ranges.joined([*twice.get(name, []), *again])
+            once[name] = page_ranges.joined([*once.get(name, []), *taken])
+    return {name: ranges for name, ranges in twice.items() if ranges}
+
+
+def _offsets(present: list[Range], pages: list[Range]) -> list[Range]:
+    """Where these pages lie in the file, which has all of `present` in this order."""
+    found = []
+    ranges = iter(present)
+    (first, last), offset = next(ranges), 0
+    for start, end in page_ranges.common(present, pages):
+        while last <= start:
+            offset += last - first
+            first, last = next(ranges)
+        found.append((offset + start - first, offset + end - first))
+    return page_ranges.joined(found)

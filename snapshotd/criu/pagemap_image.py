@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -23,7 +22,6 @@ IN_PARENT, LAZY, PRESENT = 1, 2, 4
 
 _HEADER = struct.pack("<II", magic.by_name["IMG_COMMON"], magic.by_name["PAGEMAP"])
 _SIZE = struct.Struct("<I")
-_HEAD_BYTES = 64
 #: No process has memory beyond this address (57 bits, of which user space has the lower half).
 _LAST = 1 << 56
 
@@ -86,20 +84,6 @@ def encode(pagemap: Pagemap) -> bytes:
         entry = pb.pagemap_entry(vaddr=start, compat_nr_pages=0, nr_pages=pages, flags=flags).SerializeToString()
         parts += (_SIZE.pack(len(entry)), entry)
     return b"".join(parts)
-
-
-def pages_id_of(path: Path) -> int:
-    """The number of the file with the pages. Reads no more than the beginning. Raises ValueError, OSError."""
-    with path.open("rb") as file:
-        content = file.read(len(_HEADER) + _SIZE.size + _HEAD_BYTES)
-    if content[: len(_HEADER)] != _HEADER:
-        raise ValueError("it does not begin like a pagemap")
-    (size,) = _SIZE.unpack_from(content, len(_HEADER))
-    begin = len(_HEADER) + _SIZE.size
-    try:
-        return int(pb.pagemap_head.FromString(content[begin : begin + size]).pages_id)
-    except DecodeError as error:
-        raise ValueError(f"it cannot be parsed: {error!r}") from error
 
 
 def _messages(content: bytes) -> Iterator[bytes]:

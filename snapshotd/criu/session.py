@@ -24,6 +24,7 @@ from pycriu import rpc_pb2 as rpc
 
 import shim
 from snapshotd.api.errors import CriuFailed, Internal, Refused, Timeout, Where
+from snapshotd.criu import layers
 from snapshotd.criu.log import excerpt
 from snapshotd.proc import namespaces
 from snapshotd.proc.privileges import Credentials
@@ -37,8 +38,12 @@ _LIBRARIES = Path(shim.__file__).with_name("lib")
 #: Preloaded at a dump: reads other users' limits where root lacks CAP_SYS_RESOURCE, and hides pages that the image leaves
 #: out; see the comments in its sources.
 _LIMITS = _LIBRARIES / "libcriulimits.so"
-#: Preloaded at the restore of a user's rank: uses the rank's paths with that user's rights.
+#: Preloaded at a restore: uses the paths of a user's rank with that user's rights, and keeps pages that several processes
+#: read.
 _FILES = _LIBRARIES / "libcriufiles.so"
+
+#: Of criu's log.
+_WARNINGS, _EVERYTHING = 2, 4
 
 OnNotify = Callable[[str, int], Awaitable[None]]
 
@@ -117,12 +122,13 @@ def dump_environment(program: Program, hidden: Path | None = None) -> dict[str, 
 def restore_environment(program: Program, images: Path, who: Credentials) -> dict[str, str]:
     """The environment of criu while it restores a rank of this user. Raises Internal if the library is missing."""
     user_id, group_id = who.user_ids[3], who.group_ids[3]
-    if user_id == 0:  # the library then only gives criu its name
-        return _environment(program, _FILES if _FILES.exists() else None)
+    more = {"SNAPSHOT_KEPT_PAGES": str(images / layers.KEPT)}
+    if user_id == 0:
+        return _environment(program, _FILES if _FILES.exists() else None, **more)
     if not _FILES.exists():
         raise Internal(f"{_FILES} is missing: build it with `make -C shim`", where=Where.SOURCE_FROZEN)
     groups = ",".join(map(str, who.groups))
-    more = {"SNAPSHOT_RANK_USER": f"{user_id}:{group_id}:{groups}", "SNAPSHOT_IMAGES": str(images)}
+    more |= {"SNAPSHOT_RANK_USER": f"{user_id}:{group_id}:{groups}", "SNAPSHOT_IMAGES": str(images)}
     return _environment(program, _FILES, **more)
 
 
@@ -182,7 +188,7 @@ def _options(images: Path, log_file: str) -> rpc.criu_opts:
     return rpc.criu_opts(
         images_dir_fd=-1,
         images_dir=str(images),
-        log_level=4,
+        log_level=_EVERYTHING,
         log_file=log_file,
         notify_scripts=True,
         file_locks=True,
@@ -210,11 +216,15 @@ def dump_request(images: Path, inner_pid: int, cgroup: Path, external: Sequence[
     return rpc.criu_req(type=rpc.DUMP, opts=options)
 
 
-def restore_request(images: Path, inherit: Sequence[tuple[str, int]]) -> rpc.criu_req:
+def restore_request(images: Path, inherit: Sequence[tuple[str, int]], *, compares: bool = False) -> rpc.criu_req:
     """Restores the tree, stopped as it was dumped, as a child of criu's parent, the keeper.
 
-    auto_dedup removes each page from the image as it is restored: the target never holds the rank twice."""
+    auto_dedup removes each page from the image as it is restored: the target never holds the rank twice. `compares`: criu
+    compares many pages of forked processes, and would write several lines to its log for each: that takes longer than to
+    compare them."""
     options = _options(images, "restore.log")
+    if compares:
+        options.log_level = _WARNINGS
     options.rst_sibling = True
     options.auto_dedup = True
     options.leave_stopped = True  # even if a SIGCONT arrived between the freeze and the dump

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +30,27 @@ def put(folder: Path, name: str, number: int, present: list[Range], lower: list[
     (folder / (pages or f"pages-{number}.img")).write_bytes(bytes(size))
 
 
+ANONYMOUS, HEAP, OF_FILE = 0x201, 0x221, 0x41
+_MM = ("start_code", "end_code", "start_data", "end_data", "start_stack", "start_brk", "brk", "arg_start", "arg_end")
+
+
+def put_mappings(folder: Path, pid: int, *mappings: tuple[int, int, int]) -> None:
+    """Each with its first and last page and its state."""
+    numbers = dict.fromkeys((*(f"mm_{name}" for name in _MM), "mm_env_start", "mm_env_end", "exe_file_id"), 1)
+    memory = pb.mm_entry(**numbers)
+    for first, last, state in mappings:
+        start, end = span(first, last)
+        memory.vmas.add(start=start, end=end, pgoff=0, shmid=0, prot=3, flags=0x22, status=state, fd=-1)
+    write(folder / f"mm-{pid}.img", "MM", memory)
+
+
+def mappings(folder: Path, pid: int) -> list[tuple[int, int, int]]:
+    content = (folder / f"mm-{pid}.img").read_bytes()
+    memory = pb.mm_entry.FromString(content[12:])
+    assert memory.exe_file_id == 1
+    return [(vma.start // PAGE_BYTES, vma.end // PAGE_BYTES, vma.status) for vma in memory.vmas]
+
+
 @pytest.fixture
 def family(folder: Path) -> Path:
     """Process 7, which forked 8, which forked 9. 8 leaves out what 7 has, 9 what 7 and 8 have."""
@@ -38,6 +60,8 @@ def family(folder: Path) -> Path:
     for pid in (8, 9):
         write(folder / f"ids-{pid}.img", "IDS", ids())
         write(folder / f"core-{pid}.img", "CORE", core())
+    for pid in (7, 8, 9):
+        put_mappings(folder, pid, (1, 10, ANONYMOUS))
     put(folder, "pagemap-7.img", 1, [span(1, 10)], [])
     put(folder, "pagemap-8.img", 2, [span(3, 5)], [span(1, 3), span(6, 10)])
     put(folder, "pagemap-9.img", 3, [span(2, 3)], [span(1, 2), span(3, 5), span(6, 7)])
@@ -100,6 +124,30 @@ def test_rounds_lie_below_the_process_that_they_are_of(family: Path) -> None:
     assert (family / "parent/parent/parent/parent/pagemap-9.img").samefile(family / "ahead-pagemap-7-1.img")
     pages = family / f"parent/parent/parent/parent/pages-{below.ahead_pages_id(7, 1)}.img"
     assert pages.samefile(family / "ahead-pages-7-1.img")
+
+
+def test_mappings_with_shared_pages_get_common_borders(family: Path) -> None:
+    """Process 8 has protected pages 4 and 5 and got more memory up to 20; its parent's heap begins there."""
+    put_mappings(family, 7, (1, 10, ANONYMOUS), (20, 30, HEAP), (40, 50, OF_FILE))
+    put_mappings(family, 8, (1, 4, ANONYMOUS), (4, 6, ANONYMOUS), (6, 15, ANONYMOUS), (20, 25, HEAP), (40, 45, OF_FILE))
+    put_mappings(family, 9, (1, 15, ANONYMOUS), (20, 30, HEAP))
+    layers.build(family, BELOW)
+    common = [(1, 4, ANONYMOUS), (4, 6, ANONYMOUS), (6, 10, ANONYMOUS)]
+    assert mappings(family, 7) == [*common, (20, 30, HEAP), (40, 50, OF_FILE)]
+    assert mappings(family, 8) == [*common, (10, 15, ANONYMOUS), (20, 25, HEAP), (40, 45, OF_FILE)]
+    assert mappings(family, 9) == [*common, (10, 15, ANONYMOUS), (20, 30, HEAP)], "nothing of the heap is shared"
+
+
+def test_only_pages_that_several_processes_read_are_kept(family: Path) -> None:
+    layers.build(family, BELOW)
+    kept = list(struct.iter_unpack("=QQQ", (family / layers.KEPT).read_bytes()))
+    first, second = ((family / f"pages-{number}.img").stat().st_ino for number in (1, 2))
+    assert {inode for inode, _, _ in kept} == {first, second}
+    assert [(start // PAGE_BYTES, end // PAGE_BYTES) for inode, start, end in kept if inode == first] == [
+        (0, 2),
+        (5, 9),
+    ]
+    assert [(start // PAGE_BYTES, end // PAGE_BYTES) for inode, start, end in kept if inode == second] == [(0, 2)]
 
 
 FORGERIES: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from snapshotd.api.errors import Internal
-from snapshotd.criu import below, layers, pagemap_image, session
+from snapshotd.criu import below, layers, page_ranges, pagemap_image, session
 from snapshotd.moves import tree_facts
 from snapshotd.moves.source.fork_sharing import ForkSharing
 from snapshotd.proc import tree
@@ -55,6 +55,9 @@ def say(what):
 if os.fork() == 0:
     write(0, 512, 1)
     drop(1000, 256)
+    assert libc.mprotect(ctypes.c_void_p(address + 2600 * 4096), ctypes.c_size_t(200 * 4096), mmap.PROT_READ) == 0
+    more = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    more[:] = bytes([5]) * (1 << 20)
     if os.fork() == 0:
         write(256, 600, 2)
         say("grandchild")
@@ -159,6 +162,8 @@ def test_page_that_forked_processes_share_is_dumped_once_and_shared_again(family
     family.restore()
     assert family.digests() == before
     assert family.shared_bytes() < 1.1 * needed_bytes
+    shared_bytes = max(page_ranges.size_bytes(layer.pages) for layer in found)
+    assert family.image_bytes() < 1.1 * shared_bytes, "what only one process has read is removed from the image"
 
 
 def test_without_the_layers_every_process_has_its_own_pages(family: Family) -> None:
@@ -192,6 +197,22 @@ def test_pages_that_were_sent_before_the_freeze_are_found_in_their_rounds(family
     assert layers.build(family.images, below.described(found)) == 5
     family.restore()
     assert family.digests() == before
+
+
+def test_pages_of_a_process_alone_that_were_sent_before_the_freeze_are_removed_once_restored(family: Family) -> None:
+    before = family.digests()
+    whole = [(family.address, family.address + MIB)]
+    file = family.images / below.ahead_pages_name(family.root, 1)
+    with open(f"/proc/{family.root}/mem", "rb", 0) as memory:
+        memory.seek(family.address)
+        file.write_bytes(memory.read(MIB))
+    found = [below.Layer(family.root, whole, rounds=[whole])]
+    family.dump(found)
+    below.complete(family.images, found)
+    assert layers.build(family.images, below.described(found)) == 1
+    family.restore()
+    assert family.digests() == before
+    assert file.stat().st_blocks == 0
 
 
 def test_image_that_lacks_a_page_is_not_complete(family: Family) -> None:

@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from snapshotd.criu import page_ranges
+from snapshotd.criu import below, page_ranges
+from snapshotd.criu.below import Layer
 from snapshotd.moves.source import fork_sharing
 from snapshotd.moves.source.fork_sharing import ForkSharing
 from snapshotd.proc.page_frames import PAGE_BYTES, NotSupported, PageFrames, private_mappings, same_frames
@@ -137,6 +138,14 @@ def test_page_that_the_kernel_moves_meanwhile_is_not_shared(
     monkeypatch.setattr(fork_sharing, "_same", moved)
     (layer,) = ForkSharing([os.getpid(), child]).layers()
     assert memory.shared(layer.pages)[:3] == [(0, 50), (51, 100), (200, 300)]
+
+
+def test_process_of_a_late_generation_is_dumped_whole() -> None:
+    line = [Layer(pid=pid, pages=[(4096, 8192)], parent=pid - 1) for pid in range(2, 100)]
+    kept = fork_sharing._without_deep(line)
+    assert [layer.pid for layer in kept] == list(range(2, 2 + fork_sharing.MOST_GENERATIONS))
+    described = below.described(kept)
+    assert len(below.chain_of(kept[-1].pid, {pid: pid - 1 for pid in range(2, 100)}, described)) == len(kept) + 1
 
 
 @pytest.mark.root

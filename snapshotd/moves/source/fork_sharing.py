@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 #: A process that shares less is dumped whole: criu restores a process more quickly if nothing lies below its image.
 LEAST_BYTES = 1 << 20
+#: A process whose memory is in more pieces is dumped whole, and so are its children: pagemaps have a limit on the target.
+MOST_PIECES = 300_000
+#: Each generation is a folder on the target (`below.MAX_LAYERS`).
+MOST_GENERATIONS = 32
 
 
 class ForkSharing:
@@ -38,7 +42,8 @@ class ForkSharing:
                 if (parent := stat.read(pid).parent) in self._pids and pid not in self._without:
                     children[parent].append(pid)
         try:
-            return [layer for parent, ones in children.items() for layer in _shared_with(parent, ones)]
+            found = [layer for parent, ones in children.items() for layer in _shared_with(parent, ones)]
+            return _without_deep(found)
         except NotSupported as error:
             log.info("pages that forked processes share are sent for each of them: %s", error)
             return []
@@ -49,6 +54,8 @@ def _shared_with(parent: int, children: list[int]) -> Iterator[Layer]:
     number = status.read(parent).inner_pid
     with PageFrames(parent) as frames:
         theirs = frames.private()
+        if len(theirs) > MOST_PIECES:
+            return
         before = {one: frames.read(*one) for one in theirs}
         shared = {child: _same(child, before) for child in children}
         stable = [part for one in theirs for part in _runs(one[0], before[one], frames.read(*one))]
@@ -58,6 +65,18 @@ def _shared_with(parent: int, children: list[int]) -> Iterator[Layer]:
             yield Layer(pid=status.read(child).inner_pid, pages=kept, parent=number)
 
 
+def _without_deep(layers: list[Layer]) -> list[Layer]:
+    parents = {layer.pid: layer.parent for layer in layers}
+
+    def generation(pid: int | None) -> int:
+        number = 0
+        while pid in parents and number <= MOST_GENERATIONS:
+            pid, number = parents[pid], number + 1
+        return number
+
+    return [layer for layer in layers if generation(layer.pid) <= MOST_GENERATIONS]
+
+
 def _same(pid: int, parents: dict[Range, bytes]) -> Ranges:
     """The pages of the process that have the frame which its parent has at that address."""
     try:
@@ -65,9 +84,11 @@ def _same(pid: int, parents: dict[Range, bytes]) -> Ranges:
             return []  # criu restores reserved huge pages from the image of the process itself only
         with PageFrames(pid) as frames:
             found: list[Range] = []
+            if len(own := frames.private()) > MOST_PIECES:
+                return []
             theirs = iter(parents.items())
             (start, end), entries = next(theirs, ((0, 0), b""))
-            for first, last in page_ranges.common(frames.private(), list(parents)):
+            for first, last in page_ranges.common(own, list(parents)):
                 while end <= first:
                     (start, end), entries = next(theirs)
                 part = entries[_entry(first - start) : _entry(last - start)]
