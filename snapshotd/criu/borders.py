@@ -2,10 +2,14 @@
 
 criu shares the pages of a child with its parent only in mappings that begin and end at the same addresses in both. After a
 fork, either of them may have changed the access to a part of a mapping, or have got more memory, which the kernel joined to
-the mapping before it. Such mappings are split here, on the target, where the other process has a border. The kernel joins the
-parts again when they are restored, unless they differ in more than their addresses.
+the mapping before it. Such mappings are split here, on the target, where the other process has a border.
 
-Only anonymous private memory is split, and only where a process takes pages from its parent's image.
+criu also misses a mapping of a child if the one before it has no counterpart in the parent (prepare_cow_vmas_for). Of such a
+mapping the first page is split off: criu then misses that page only.
+
+The kernel joins the parts again when they are restored, if they are restored in the same way. Otherwise they remain, which
+only mremap of a range with such a border notices: it fails, and allocators then copy. Only anonymous private memory is split,
+and only where a process takes pages from its parent's image.
 """
 
 from __future__ import annotations
@@ -27,19 +31,32 @@ _HEADER_BYTES = 8  # two magic numbers
 _SIZE = struct.Struct("<I")
 #: Of a mapping's state: ordinary, and anonymous private memory; it may also be the heap.
 _ANONYMOUS, _HEAP = 1 | 1 << 9, 1 << 5
+#: Each split of a parent's mappings may let criu miss one of another child.
+_ROUNDS = 8
 #: Of its flags: grows downwards; reserved huge pages.
 _NOT_SPLIT = 0x100 | 0x40000
 
 
 def align(folder: Path, parents: Mapping[int, int]) -> None:
-    """Splits mappings of the processes in `parents`, which has the parent of each. Blocking. Raises Damaged."""
+    """Splits mappings of the processes in `parents`, which has the parent of each. Blocking. Raises Damaged, ValueError."""
     memory = {pid: _Memory(folder / f"mm-{pid}.img") for pid in {*parents, *parents.values()}}
-    borders: set[int] = set()
-    for pid, parent in parents.items():
-        shared = pagemap_image.decode((folder / pagemap_image.name_of(pid)).read_bytes()).below
-        borders.update(_differing(memory[pid].anonymous(), memory[parent].anonymous(), shared))
-    for one in memory.values() if borders else ():
-        one.split(sorted(borders))
+    pairs = [
+        (memory[pid], memory[parent], pagemap_image.decode((folder / pagemap_image.name_of(pid)).read_bytes()).below)
+        for pid, parent in parents.items()
+        if memory[pid].program == memory[parent].program  # criu shares nothing between others
+    ]
+    for own, parents_own, shared in pairs:
+        borders = sorted(set(_differing(own.anonymous(), parents_own.anonymous(), shared)))
+        for one in memory.values() if borders else ():
+            one.split(borders)
+    for _ in range(_ROUNDS):
+        missed = {border for pair in pairs for border in _missed(*pair)}
+        if not missed:
+            break
+        for one in memory.values():
+            one.split(sorted(missed))
+    for one in memory.values():
+        one.store()
 
 
 class _Memory:
@@ -55,17 +72,28 @@ class _Memory:
         except (struct.error, DecodeError) as error:
             raise Damaged(f"{path.name} cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
 
+        self.program = int(self._entry.exe_file_id)
+        self.mappings = [_copy(vma) for vma in self._entry.vmas]
+
     def anonymous(self) -> list[Range]:
-        return [(int(vma.start), int(vma.end)) for vma in self._entry.vmas if _is_anonymous(vma)]
+        return [(int(vma.start), int(vma.end)) for vma in self.mappings if _is_anonymous(vma)]
 
     def split(self, borders: list[int]) -> None:
-        parts = [part for vma in self._entry.vmas for part in _split(vma, borders)]
-        if len(parts) == len(self._entry.vmas):
+        self.mappings = [part for vma in self.mappings for part in _split(vma, borders)]
+
+    def store(self) -> None:
+        if len(self.mappings) == len(self._entry.vmas):
             return
         del self._entry.vmas[:]
-        self._entry.vmas.extend(parts)
+        self._entry.vmas.extend(self.mappings)
         new = self._entry.SerializeToString()
         self._path.write_bytes(self._content[:_HEADER_BYTES] + _SIZE.pack(len(new)) + new + self._rest)
+
+
+def _copy(vma: Any) -> Any:
+    fresh = pb.vma_entry()
+    fresh.CopyFrom(vma)
+    return fresh
 
 
 def _is_anonymous(vma: Any) -> bool:
@@ -79,6 +107,27 @@ def _differing(own: Ranges, parents: Ranges, shared: Ranges) -> Iterator[int]:
     wanted = page_ranges.common(page_ranges.common(mine, theirs), shared)
     for ranges in (mine, theirs):
         yield from (border for one in _touched(ranges, wanted) for border in one)
+
+
+def _missed(own: _Memory, parents_own: _Memory, shared: Ranges) -> Iterator[int]:
+    """Where to split off the first page of each mapping with shared pages that both have, and that criu misses."""
+    common = set(own.anonymous()) & set(parents_own.anonymous())
+    found = set(_paired([int(vma.start) for vma in own.mappings], [int(vma.start) for vma in parents_own.mappings]))
+    for start, end in _touched(sorted(common), shared):
+        if start not in found and end - start > pagemap_image.PAGE_BYTES:
+            yield start + pagemap_image.PAGE_BYTES
+
+
+def _paired(own: list[int], parents: list[int]) -> Iterator[int]:
+    """The starts of mappings that criu compares with the parent's, in the way in which it looks for them."""
+    mine, theirs = 0, 0
+    while mine < len(own) and theirs < len(parents):
+        if own[mine] == parents[theirs]:
+            yield own[mine]
+        while mine < len(own) and own[mine] <= parents[theirs]:
+            mine += 1
+        while mine < len(own) and theirs < len(parents) and parents[theirs] < own[mine]:
+            theirs += 1
 
 
 def _touched(ranges: Iterable[Range], wanted: Ranges) -> Iterator[Range]:
@@ -97,8 +146,7 @@ def _split(vma: Any, borders: list[int]) -> Iterator[Any]:
     ends = [*inside, int(vma.end)]
     start = int(vma.start)
     for end in ends:
-        part = pb.vma_entry()
-        part.CopyFrom(vma)
+        part = _copy(vma)
         part.start, part.end = start, end
         yield part
         start = end

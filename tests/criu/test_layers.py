@@ -138,6 +138,29 @@ def test_mappings_with_shared_pages_get_common_borders(family: Path) -> None:
     assert mappings(family, 9) == [*common, (10, 15, ANONYMOUS), (20, 30, HEAP)], "nothing of the heap is shared"
 
 
+def test_first_page_of_a_mapping_that_criu_would_miss_is_split_off(family: Path) -> None:
+    """Process 8 has a mapping of its own before the one that it shares; process 9 has not, and shares that one with 8."""
+    for pid in (7, 9):
+        put_mappings(family, pid, (3, 10, ANONYMOUS), (40, 50, OF_FILE))
+    put_mappings(family, 8, (1, 3, ANONYMOUS), (3, 10, ANONYMOUS), (40, 50, OF_FILE))
+    layers.build(family, BELOW)
+    parts = [(3, 4, ANONYMOUS), (4, 10, ANONYMOUS), (40, 50, OF_FILE)]
+    assert mappings(family, 7) == mappings(family, 9) == parts
+    assert mappings(family, 8) == [(1, 3, ANONYMOUS), *parts]
+
+
+def test_processes_of_different_programs_are_not_split(family: Path) -> None:
+    put_mappings(family, 8, (1, 4, ANONYMOUS), (4, 10, ANONYMOUS))
+    for pid, program in ((7, 1), (8, 2), (9, 3)):
+        content = (family / f"mm-{pid}.img").read_bytes()
+        memory = pb.mm_entry.FromString(content[12:])
+        memory.exe_file_id = program
+        write(family / f"mm-{pid}.img", "MM", memory)
+    before = [(family / f"mm-{pid}.img").read_bytes() for pid in (7, 8, 9)]
+    layers.build(family, BELOW)
+    assert [(family / f"mm-{pid}.img").read_bytes() for pid in (7, 8, 9)] == before
+
+
 def test_only_pages_that_several_processes_read_are_kept(family: Path) -> None:
     layers.build(family, BELOW)
     kept = list(struct.iter_unpack("=QQQ", (family / layers.KEPT).read_bytes()))
