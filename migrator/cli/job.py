@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from migrator import formatting, users
@@ -85,14 +85,6 @@ def add(verbs: arguments.Verbs) -> None:
         metavar="RANK=NODE",
         help="node for a rank; can be repeated",
     )
-    rolling.add_argument(
-        "--lost",
-        action="append",
-        default=[],
-        type=arguments.node,
-        metavar="NODE",
-        help="assert that no process runs on this node, and that none will (it is powered off); can be repeated",
-    )
     for one in (suspending, resuming, snapshotting, rolling):
         arguments.add_limits(one, "it", "the daemons", JobOptions.lease_s)
     listing = inner.add("list", _list, "list suspended jobs, snapshots, and those that are being made or resumed")
@@ -101,9 +93,19 @@ def add(verbs: arguments.Verbs) -> None:
         "drop",
         _drop,
         "drop the images of a suspended job, which then can never be resumed",
-        more="Its `migrator run` processes, which wait for the ranks, end as if the ranks were killed.",
+        more="Its `migrator run` processes, which wait for the ranks, end as if the ranks were killed. A job that was rolled"
+        " back and not resumed can be dropped too, and a snapshot whose job has ended, if a node never comes back.",
     )
     dropping.add_argument("--yes", action="store_true", help="confirm that the job is given up")
+    for one in (rolling, dropping):
+        one.add_argument(
+            "--lost",
+            action="append",
+            default=[],
+            type=arguments.node,
+            metavar="NODE",
+            help="assert that no process runs on this node, and that none will (it is powered off); can be repeated",
+        )
     for one in (suspending, resuming, snapshotting, rolling, dropping):
         named = "name of the job" if one is suspending else "name of the job, or the id of its record"
         one.add_argument("job", type=arguments.job, metavar="JOB", help=named)
@@ -306,7 +308,7 @@ def _drop(options: argparse.Namespace) -> int:
             f"the images of job {options.job} are all that is left of it", remedy="add --yes to give the job up"
         )
     cluster = arguments.the_cluster(options)
-    record, left = asyncio.run(_dropped(cluster, options.job, options.user))
+    record, left = asyncio.run(_dropped(cluster, options.job, options.user, options.lost))
     if arguments.wants_json(options):
         output.json_object({"record": record.record, "job": record.job, "dropped": True, "waiting_for": left})
     elif left:
@@ -319,12 +321,19 @@ def _drop(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _dropped(cluster: Cluster, job: str, user_id: int | None) -> tuple[pb.JobRecord, list[str]]:
+async def _dropped(
+    cluster: Cluster, job: str, user_id: int | None, lost: Collection[str]
+) -> tuple[pb.JobRecord, list[str]]:
     """The record, and what is not dropped yet."""
+    from migrator.find_rank import find_node
     from migrator.jobs.finding import find_droppable
 
-    node, record = await find_droppable(cluster, job, user_id)
+    for one in lost:
+        find_node(cluster, one)
+    node, record = await find_droppable(cluster, job, user_id, lost)
     async with cluster.client(node) as client:
-        request = pb.AbortRequest(move=record.record, reason="given up with `migrator job drop`")
+        request = pb.DropJobRequest(
+            move=record.record, reason="given up with `migrator job drop`", lost_nodes=sorted(lost)
+        )
         reply = await client.job.Drop(request, timeout_s=60)
     return record, list(reply.waiting_for)

@@ -145,10 +145,14 @@ async def find_suspended(cluster: Cluster, job: str, user_id: int | None) -> tup
     raise NotFound(f"no job {job} is suspended", remedy="`migrator job list` shows suspended jobs")
 
 
-async def find_droppable(cluster: Cluster, job: str, user_id: int | None) -> tuple[str, pb.JobRecord]:
+async def find_droppable(
+    cluster: Cluster, job: str, user_id: int | None, lost: Collection[str] = ()
+) -> tuple[str, pb.JobRecord]:
     """The record of a job whose images can be dropped, and its coordinator: a suspended one; if there is none, one whose
-    images were to be dropped and are not yet, because a node did not answer, or a target has forgotten its part."""
+    images were to be dropped and are not yet, because a node did not answer, or a target has forgotten its part; else one
+    that has a snapshot. `lost`: nodes that the operator declares dead."""
     found, silent = await all_jobs(cluster)
+    silent = {node: error for node, error in silent.items() if node not in lost}
     mine = _named(found, job, user_id)
     if silent and not any(entry.record.record == job for entry in mine):
         lost = "".join(f"\n  {error.headline}" for error in silent.values())
@@ -159,8 +163,9 @@ async def find_droppable(cluster: Cluster, job: str, user_id: int | None) -> tup
     unfinished = {entry.record.record for entry in found if not entry.record.ended_unix_s}
     suspended = [entry for entry in mine if entry.suspended]
     left = [entry for entry in mine if not entry.record.suspension and _is_left(entry.record, unfinished)]
-    if suspended or left:
-        return _the_only(suspended or left, job)
+    snapshots = [entry for entry in mine if entry.is_snapshot]
+    if suspended or left or snapshots:
+        return _the_only(suspended or left or snapshots, job)
     raise NotFound(f"no job {job} is suspended", remedy="`migrator job list` shows suspended jobs")
 
 

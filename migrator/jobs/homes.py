@@ -6,7 +6,7 @@ has been told that the rank failed: a rank that is resumed then would have no la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from migrator.cluster import Cluster
 from migrator.fan_out import ASK_TIMEOUT_S, ask_all
@@ -25,6 +25,25 @@ async def kept_on(cluster: Cluster, nodes: Iterable[str]) -> tuple[dict[str, set
         return {rank.uid for rank in reply.ranks if rank.place != pb.Rank.SUSPENDED}
 
     return await ask_all(cluster, ask, [node for node in dict.fromkeys(nodes) if node in cluster.nodes])
+
+
+def check_after_loss(
+    rank: pb.Rank, kept: Mapping[str, set[str]], silent: Mapping[str, SnapshotError], lost: Collection[str]
+) -> pb.Check:
+    """The same for a rank that is rolled back. Its home node may be the one that was lost: then it goes on without. But if
+    that node is well and the keeper has ended, so has the job. `lost`: nodes that the operator declares dead."""
+    home = rank.home_node
+    found = check(rank, kept, silent)
+    if found.verdict != pb.Check.REFUSE:
+        return found
+    if home in kept and home not in lost:
+        found.remedy = f"the job has ended: start it again. If {home} was lost and is back, add --lost {home}"
+        return found
+    return pb.Check(
+        name=NAME,
+        verdict=pb.Check.WARN,
+        reason=f"its home node {home} is lost, and with it its launcher: the rank goes on without one",
+    )
 
 
 def check(rank: pb.Rank, kept: Mapping[str, set[str]], silent: Mapping[str, SnapshotError]) -> pb.Check:

@@ -17,6 +17,7 @@ from migrator.driver.peers import node_addresses, node_infos
 from migrator.find_rank import find_node
 from migrator.job_protocol import JobVerdict
 from migrator.job_results import JobOptions, JobResult
+from migrator.jobs import homes
 from migrator.jobs.finding import JobEntry, all_jobs, mine_of
 from migrator.jobs.resume import Resumption
 from migrator.jobs.walk import drive, each, new_id
@@ -75,6 +76,7 @@ async def _decide(cluster: Cluster, mine: Sequence[JobEntry], options: JobOption
     places = await _places(cluster, entry.record, usable)
     on = targets(entry.record, places, usable, options.on, cluster.labels)
     await _examine(cluster, entry.record, places, on)
+    await _must_have_launchers(cluster, places, options)
     request = pb.RollbackRequest(
         record=new_id(),
         snapshot=entry.record.record,
@@ -166,6 +168,18 @@ async def _examine(cluster: Cluster, record: pb.JobRecord, places: Mapping[int, 
     await each(record.participants, ask)
     if refused:
         raise Refused(f"job {record.job} cannot be rolled back:\n" + "\n".join(refused), where=Where.UNTOUCHED)
+
+
+async def _must_have_launchers(cluster: Cluster, places: Mapping[int, Place], options: JobOptions) -> None:
+    """Raises Refused if the launcher of a rank has ended: nobody waits for the job any more."""
+    ranks = {number: place.facts.rank for number, place in sorted(places.items())}
+    kept, silent = await homes.kept_on(cluster, (rank.home_node for rank in ranks.values()))
+    found = [(number, homes.check_after_loss(rank, kept, silent, options.lost)) for number, rank in ranks.items()]
+    refused = [
+        f"  rank {number}: {one.reason}\n    {one.remedy}" for number, one in found if one.verdict == pb.Check.REFUSE
+    ]
+    if refused:
+        raise Refused(f"job {options.job} cannot be rolled back:\n" + "\n".join(refused), where=Where.UNTOUCHED)
 
 
 async def _targets_again(cluster: Cluster, entry: JobEntry, options: JobOptions) -> dict[int, str]:

@@ -321,7 +321,7 @@ class JobCalls:
         self.Commit = Unary(link, path + "Commit", pb.MoveRequest, pb.Outcome)
         self.Abort = Unary(link, path + "Abort", pb.AbortRequest, pb.Outcome)
         self.GetOutcome = Unary(link, path + "GetOutcome", pb.MoveRequest, pb.Outcome)
-        self.Drop = Unary(link, path + "Drop", pb.AbortRequest, pb.DropImageReply)
+        self.Drop = Unary(link, path + "Drop", pb.DropJobRequest, pb.DropImageReply)
         self.List = Unary(link, path + "List", pb.ListJobsRequest, pb.ListJobsReply)
         self.Rollback = Unary(link, path + "Rollback", pb.RollbackRequest, pb.Outcome)
         self.MayRun = Unary(link, path + "MayRun", pb.MayRunRequest, pb.MayRunReply)

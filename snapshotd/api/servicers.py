@@ -212,7 +212,9 @@ class SourceServicer:
     async def DropImage(self, request: pb.DropImageRequest, context: Context) -> pb.DropImageReply:
         caller = context.caller
         by_node = caller.name if caller.role == "node" else ""
-        return await self.images.drop(request.image, request.reason, by_node, given_up=request.given_up)
+        return await self.images.drop(
+            request.image, request.reason, by_node, given_up=request.given_up, ended=request.ended
+        )
 
 
 class TargetServicer:
@@ -335,8 +337,8 @@ class JobServicer:
     async def GetOutcome(self, request: pb.MoveRequest, context: Context) -> pb.Outcome:
         return await self.steps.outcome(request.move)
 
-    async def Drop(self, request: pb.AbortRequest, context: Context) -> pb.DropImageReply:
-        return await self.steps.drop(request.move, f"{request.reason} ({context.caller})")
+    async def Drop(self, request: pb.DropJobRequest, context: Context) -> pb.DropImageReply:
+        return await self.steps.drop(request.move, f"{request.reason} ({context.caller})", list(request.lost_nodes))
 
     async def List(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
         return await self.steps.listed()

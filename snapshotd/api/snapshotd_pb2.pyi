@@ -2506,7 +2506,7 @@ class Outcome(_message.Message):
     stored: _builtins.bool
     """a rank that is being suspended: its whole image is here, and its process still exists"""
     ended: _builtins.str
-    """a resumption: the last record by which copies of the job that ran were ended"""
+    """a resumption: the last records by which copies of the job that ran were ended, separated by spaces"""
     tethered: _builtins.bool
     """a resumption after a rollback: ranks that are cut off from the coordinator end"""
     dropped: _builtins.str
@@ -3360,6 +3360,37 @@ class EndRanksReply(_message.Message):
 Global___EndRanksReply: _TypeAlias = EndRanksReply  # noqa: Y015
 
 @_typing.final
+class DropJobRequest(_message.Message):
+    """Gives a job up that is suspended or was rolled back, or a snapshot whose job has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LOST_NODES_FIELD_NUMBER: _builtins.int
+    move: _builtins.str
+    """the record"""
+    reason: _builtins.str
+    @_builtins.property
+    def lost_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """which an operator declares dead: their images are not waited for"""
+
+    def __init__(
+        self,
+        *,
+        move: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        lost_nodes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost_nodes", b"lost_nodes", "move", b"move", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropJobRequest: _TypeAlias = DropJobRequest  # noqa: Y015
+
+@_typing.final
 class ListJobsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3571,21 +3602,25 @@ class DropImageRequest(_message.Message):
     IMAGE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     GIVEN_UP_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     image: _builtins.str
     reason: _builtins.str
     """the record that resumed the job, or why an operator gives the image up"""
     given_up: _builtins.bool
     """the job is given up: the rank will never run again, and its home keeper ends"""
+    ended: _builtins.str
+    """… as in Outcome"""
     def __init__(
         self,
         *,
         image: _builtins.str = ...,
         reason: _builtins.str = ...,
         given_up: _builtins.bool = ...,
+        ended: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["given_up", b"given_up", "image", b"image", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "given_up", b"given_up", "image", b"image", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

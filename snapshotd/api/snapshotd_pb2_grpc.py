@@ -1786,7 +1786,7 @@ class JobStub:
                 _registered_method=True)
         self.Drop = channel.unary_unary(
                 '/snapshotd.v1.Job/Drop',
-                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.AbortRequest.SerializeToString,
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DropJobRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DropImageReply.FromString,
                 _registered_method=True)
         self.List = channel.unary_unary(
@@ -1917,7 +1917,7 @@ def add_JobServicer_to_server(servicer, server):
             ),
             'Drop': grpc.unary_unary_rpc_method_handler(
                     servicer.Drop,
-                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.AbortRequest.FromString,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DropJobRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DropImageReply.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
@@ -2104,7 +2104,7 @@ class Job:
             request,
             target,
             '/snapshotd.v1.Job/Drop',
-            snapshotd_dot_api_dot_snapshotd__pb2.AbortRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.DropJobRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.DropImageReply.FromString,
             options,
             channel_credentials,

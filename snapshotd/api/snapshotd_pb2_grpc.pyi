@@ -546,7 +546,7 @@ class JobStub:
     """operator"""
     GetOutcome: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.Outcome]
     """operator, node"""
-    Drop: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.AbortRequest, _snapshotd_pb2.DropImageReply]
+    Drop: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.DropJobRequest, _snapshotd_pb2.DropImageReply]
     """operator"""
     List: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.ListJobsRequest, _snapshotd_pb2.ListJobsReply]
     """operator"""
@@ -575,7 +575,7 @@ class JobAsyncStub(JobStub):
     """operator"""
     GetOutcome: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.Outcome]  # type: ignore[assignment]
     """operator, node"""
-    Drop: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.AbortRequest, _snapshotd_pb2.DropImageReply]  # type: ignore[assignment]
+    Drop: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.DropJobRequest, _snapshotd_pb2.DropImageReply]  # type: ignore[assignment]
     """operator"""
     List: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.ListJobsRequest, _snapshotd_pb2.ListJobsReply]  # type: ignore[assignment]
     """operator"""
@@ -635,7 +635,7 @@ class JobServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Drop(
         self,
-        request: _snapshotd_pb2.AbortRequest,
+        request: _snapshotd_pb2.DropJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.DropImageReply, _abc.Awaitable[_snapshotd_pb2.DropImageReply]]:
         """operator"""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from snapshotd.api.errors import Denied, NotFound, SnapshotError, Usage
+from snapshotd.api.errors import Damaged, Denied, NotFound, SnapshotError, Usage
 from snapshotd.keepers.hello import Hello
 from snapshotd.keepers.job_names import Name, OtherNodes, free_name
 from snapshotd.keepers.link import KeeperLink
@@ -212,10 +212,13 @@ class Adoption:
         await _kill(entry)
         self.node.ranks.remove(entry)
         self.forwarding.withdraw(entry)
-        if entry.role == "guest" and not await in_thread(self.node.ranks.has_ended, entry):
-            self._report(
-                entry, SIGKILL_STATUS
-            )  # of an incarnation that is over nothing is reported: the next one follows
+        try:
+            is_over = await in_thread(self.node.ranks.has_ended, entry)
+        except Damaged as error:
+            log.error("%s", error.message)
+            is_over = False
+        if entry.role == "guest" and not is_over:  # of an incarnation that is over nothing is reported
+            self._report(entry, SIGKILL_STATUS)
 
     def _report(self, entry: RankEntry, status: int) -> None:
         task = asyncio.create_task(self.relays.report_end(entry, status))

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import NotFound, Usage
+from snapshotd.api.errors import Damaged, NotFound, Usage, Where
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.moves.reserve import Reserve
 from snapshotd.proc import cgroup, host, sizes
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.proc.files import GONE
 from snapshotd.proc.tree import Process
+from snapshotd.transport.image.sync import sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -199,14 +200,17 @@ class Ranks:
     def end(self, uid: str, incarnation: str, coordinator: str) -> None:
         """Records permanently that an incarnation of a rank is over, in the word of this coordinator. Blocking."""
         path = self.folder / f"{check_rank_uid(uid)}.ended"
-        ended = _ended_in(path)
-        if [incarnation, coordinator] not in ended:
-            fresh = path.with_suffix(".ended-new")
-            self._write(lambda: fresh.write_text(json.dumps([*ended, [incarnation, coordinator]])))
-            os.rename(fresh, path)
+        with self._storing:
+            ended = _ended_in(path)
+            if [incarnation, coordinator] not in ended:
+                fresh = path.with_suffix(".ended-new")
+                self._write(lambda: _write_synced(fresh, json.dumps([*ended, [incarnation, coordinator]])))
+                os.rename(fresh, path)
+                sync_folder(self.folder)
 
     def has_ended(self, entry: RankEntry) -> bool:
-        """Whether the incarnation to which this copy belongs is over. Blocking, briefly."""
+        """Whether the incarnation to which this copy belongs is over. Blocking, briefly. Raises Damaged if that is not known:
+        the copy must then neither be woken nor ended."""
         if not entry.coordinator_node:
             return False
         path = self.folder / f"{entry.uid}.ended"
@@ -230,7 +234,20 @@ def _ended_in(path: Path) -> list[list[str]]:
         found: list[list[str]] = json.loads(path.read_text())
     except FileNotFoundError:
         return []
+    except ValueError as error:
+        raise Damaged(
+            f"{path}, which says which copies of a rank may not run here, cannot be read: {error}",
+            remedy=f"if `migrator ps` shows no copy of the rank on this node, delete {path}",
+            where=Where.UNKNOWN,
+        ) from error
     return found
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def new_uid(job: str, rank: int) -> str:

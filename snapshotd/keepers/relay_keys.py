@@ -72,8 +72,8 @@ def check(entry: RankEntry, metadata: Mapping[str, str]) -> str | None:
     expected = entry.holder_key or entry.relay_key
     own = metadata.get("relay-next", "")
     former = metadata.get("relay-key", "").split(" ")
-    if comes_back(entry, metadata):
-        return own
+    if entry.ended_by:  # nothing of the copy that was ended counts any more, not even that it has ended
+        return own if comes_back(entry, metadata) else None
     if _same(own, expected):
         return own
     if any(_same(key, expected) for key in former):
@@ -87,6 +87,13 @@ def comes_back(entry: RankEntry, metadata: Mapping[str, str]) -> bool:
         return False
     again = after_end(entry.relay_key, entry.ended_by)
     return any(_same(key, again) for key in metadata.get("relay-key", "").split(" "))
+
+
+def come_back(image_key: str, image_keys: Sequence[str], ended: str) -> list[str]:
+    """For a copy from an older image: the keys of which the home node may expect one. `ended`: the records that have ended
+    copies since; the home node knows the last one that it could be told."""
+    made = [after_end(image_key, record) for record in reversed(ended.split())]
+    return [*made, *(image_keys or [image_key])][:MAX_FORMER]
 
 
 def _same(key: str, expected: str) -> bool:

@@ -123,6 +123,19 @@ async def test_home_node_learns_the_coordinator_from_the_node_that_has_the_rank(
     assert home.ranks.get(UID, "home").coordinator_node == "node-8"
 
 
+async def test_copy_that_was_ended_cannot_relay_any_more_not_even_its_end(home: Any) -> None:
+    """Its node may come back after the rollback, and report that the rank was killed: the launcher would end."""
+    known = {"rank-uid": UID, "relay-key": FIRST, "relay-next": "2" * 32}
+    await relay(home, "node-2", **known)
+    home.ranks.get(UID, "home").ended_by = "m-0000000000aa"
+    with pytest.raises(Denied):
+        await relay(home, "node-2", **known)
+    ended = "m-0000000000aa m-0000000000bb"  # the home node could not be told of the second one
+    keys = relay_keys.come_back(FIRST, [FIRST], ended)
+    await relay(home, "node-3", **{"rank-uid": UID, "relay-key": " ".join(keys), "relay-next": "3" * 32})
+    await relay(home, "node-3", **{"rank-uid": UID, "relay-key": "", "relay-next": "3" * 32})
+
+
 async def test_key_made_from_the_record_that_ended_a_copy_is_accepted_once(home: Any) -> None:
     home.ranks.get(UID, "home").ended_by = "m-0000000000aa"
     again = {"rank-uid": UID, "relay-key": relay_keys.after_end(FIRST, "m-0000000000aa"), "relay-next": "2" * 32}

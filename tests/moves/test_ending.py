@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Damaged
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves.jobs.ending import Endings
 from snapshotd.proc import host
@@ -95,18 +96,20 @@ async def test_restarted_daemon_continues(tmp_path: Path) -> None:
 
 
 async def test_home_keeper_learns_that_its_rank_is_away_before_the_rank_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: list[str]
 ) -> None:
     place = Place(tmp_path, "home", "")
     monkeypatch.setattr(RankEntry, "keeper_alive", lambda self: True)
     assert await place.end("") == ["rank 0: its keeper has not reconnected yet"]
 
     async def away(move: str, node: str) -> None:
+        assert (place.entry.away_node, killed) == ("", [])
         place.told.append((move, node))
 
     place.entry.link = SimpleNamespace(away=away)  # type: ignore[assignment]
     assert await place.end("") == []
     assert place.told == [(RECORD, "node-2")]
+    assert killed == ["rank"], "frozen before, and ended before it counts as away"
     assert place.ranks.get(UID, "home") is place.entry
     assert place.entry.away_node == "node-2"
 
@@ -122,3 +125,45 @@ async def test_home_entry_of_a_rank_elsewhere_is_changed_by_its_coordinator_alon
     assert place.entry.ended_by == ""
     await place.end("", caller="node-1")
     assert place.entry.ended_by == (RECORD if coordinator else "")
+
+
+async def test_rank_whose_keeper_has_not_reconnected_does_not_run_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[str] = []
+    monkeypatch.setattr(RankEntry, "keeper_alive", lambda self: True)
+    monkeypatch.setattr("snapshotd.proc.cgroup.Cgroup.exists", lambda self: True)
+    monkeypatch.setattr("snapshotd.proc.cgroup.Cgroup.freeze", lambda self, deadline_s: frozen.append("rank"))
+    place = Place(tmp_path, "home", "")
+    assert await place.end("") == ["rank 0: its keeper has not reconnected yet"]
+    assert frozen == ["rank"]
+
+
+async def test_daemon_that_crashed_before_it_killed_a_rank_kills_it_after_its_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: list[str]
+) -> None:
+    def crash(self: Any, deadline_s: float) -> None:
+        raise OSError("the daemon is killed here")
+
+    async def away(move: str, node: str) -> None:
+        place.told.append((move, node))
+
+    monkeypatch.setattr(RankEntry, "keeper_alive", lambda self: True)
+    place = Place(tmp_path, "home", "")
+    place.entry.link = SimpleNamespace(away=away)  # type: ignore[assignment]
+    with monkeypatch.context() as patch:
+        patch.setattr("snapshotd.proc.cgroup.Cgroup.kill", crash)
+        assert await place.end("") == ["rank 0: the daemon is killed here"]
+    assert [one.uid for one in place.endings.ended_ones()] == [UID]
+    await place.endings.sweep()
+    assert killed == ["rank"]
+    assert place.endings.ended_ones() == []
+
+
+def test_end_that_cannot_be_read_stops_neither_the_daemon_nor_other_ranks(tmp_path: Path) -> None:
+    place = Place(tmp_path, "guest", RECORD)
+    place.ranks.end(UID, RECORD, "node-1")
+    (tmp_path / "ranks" / f"{UID}.ended").write_text('[["m-0000')
+    with pytest.raises(Damaged, match="cannot be read"):
+        place.ranks.has_ended(place.entry)
+    assert place.endings.ended_ones() == []

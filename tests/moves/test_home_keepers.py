@@ -103,6 +103,20 @@ async def test_keeper_is_told_with_the_keys_of_the_image(tmp_path: Path, images:
     await keepers.stop()
 
 
+async def test_keeper_whose_copies_were_ended_accepts_the_end(tmp_path: Path, images: Path, home: Home) -> None:
+    move_log = suspended(tmp_path)
+    keepers = HomeKeepers(Journal(tmp_path), home.report)
+    keepers.remember(images, move_log, "m-0000000000aa m-0000000000bb")
+    keepers.end(move_log)
+    home.answers.set()
+    await until_told(move_log)
+    ((entry, _),) = home.told
+    for ended_by in ("m-0000000000aa", "m-0000000000bb"):
+        expects = RankEntry(**{**vars(entry), "relay_key": "k", "ended_by": ended_by, "role": "home"})
+        assert relay_keys.check(expects, relay_keys.presented(entry))
+    await keepers.stop()
+
+
 async def test_restarted_daemon_tells_the_keeper(tmp_path: Path, images: Path, home: Home) -> None:
     move_log = suspended(tmp_path)
     first = HomeKeepers(Journal(tmp_path), home.report)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, Undone, WrongState
+from snapshotd.api.errors import Busy, Undone, Unreachable, WrongState
 from snapshotd.moves.jobs import records
 from snapshotd.moves.rules import Mark
 from tests.moves.test_coordinator import FIRST, RECORD, SECOND, Daemon, part
@@ -25,10 +25,13 @@ class Protected(Daemon):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.ranks: dict[str, list[pb.Rank]] = {}  # by node
+        self.silent: set[str] = set()
 
     @asynccontextmanager
     async def _client(self, name: str, endpoint: str) -> AsyncIterator[Any]:
         async def ranks(request: pb.ListRanksRequest, timeout_s: float) -> pb.ListRanksReply:
+            if name in self.silent:
+                raise Unreachable("no answer")
             return pb.ListRanksReply(ranks=self.ranks.get(name, []))
 
         async with super()._client(name, endpoint) as client:
@@ -174,3 +177,36 @@ async def test_rollback_is_remembered_as_long_as_its_job_has_a_snapshot(daemon: 
     assert records.is_needed(daemon.journal, rollback)
     daemon.journal.get(FIRST).mark(Mark.SETTLED, dropped="the job has ended")
     assert not records.is_needed(daemon.journal, rollback)
+
+
+async def test_job_that_was_rolled_back_can_be_given_up(daemon: Protected) -> None:
+    await daemon.take(FIRST)
+    await daemon.roll_back(FIRST)
+    await daemon.settle(THIRD)
+    reply = await daemon.steps.drop(THIRD, "given up")
+    assert list(reply.waiting_for) == []
+    assert set(daemon.dropped) == {f"m-{number:012x}" for number in (16, 17, 24, 25)}
+    assert daemon.given_up == set(daemon.dropped), "the launchers are told"
+    assert records.current(daemon.journal) == []
+    assert records.rolled_back(daemon.journal, {"train-0"}) is None
+    assert daemon.journal.get(THIRD).last_mark is Mark.SETTLED
+    parts = [part(0, 80, 16), part(1, 81, 17)]
+    begin = pb.BeginJobRequest(record=RECORD, job="t", user_id=7, suspension=THIRD, participants=parts, lease_s=30)
+    with pytest.raises(WrongState, match="has ended"):
+        await daemon.steps.begin(begin)
+
+
+async def test_snapshot_of_a_job_that_has_ended_can_be_dropped_without_a_node_that_is_lost(daemon: Protected) -> None:
+    begin = snapshot(FIRST, 16)
+    begin.nodes.extend(pb.NodeAddresses(name=name, endpoint="e") for name in ("node-1", "node-2"))
+    await daemon.steps.begin(begin)
+    await daemon.complete(FIRST)
+    daemon.silent.add("node-2")
+    with pytest.raises(WrongState, match="node-2 does not say"):
+        await daemon.steps.drop(FIRST, "given up")
+    daemon.ranks["node-1"] = [pb.Rank(uid="train-0", rank=0)]
+    with pytest.raises(WrongState, match="node-1 knows rank 0"):
+        await daemon.steps.drop(FIRST, "given up", ["node-2"])
+    daemon.ranks.clear()
+    await daemon.steps.drop(FIRST, "given up", ["node-2"])
+    assert records.current(daemon.journal) == []

@@ -27,6 +27,7 @@ class Place:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answer: pb.MayRunReply | None = pb.MayRunReply()  # None: it does not answer
+        self.answer_error: OSError | None = None
         self.machine, self.now_s = False, 1000.0
         self.ended: list[str] = []
         self.ranks = Ranks(folder)
@@ -38,21 +39,23 @@ class Place:
         )
         self.ranks.put(self.entry)
         node: Any = SimpleNamespace(config=SimpleNamespace(node="node-2"), ranks=self.ranks, client=self._client)
-        endings: Any = SimpleNamespace(end_one=self._end)
+        endings: Any = SimpleNamespace(try_to_end=self._end, ended_ones=list)
+        self.node, self.endings = node, endings
         self.tether = Tether(node, endings)
         monkeypatch.setattr(host, "boottime_s", lambda: self.now_s)
         monkeypatch.setattr(tether, "answers", self._machine)
 
-    async def _machine(self, _endpoint: str) -> bool:
+    async def _machine(self, _endpoint: str, _limit_s: float) -> bool:
         return self.machine
 
-    async def _end(self, entry: RankEntry, _why: str) -> str:
+    async def _end(self, entry: RankEntry, _why: str) -> None:
         self.ended.append(entry.uid)
-        return ""
 
     @asynccontextmanager
     async def _client(self, _name: str, _endpoint: str) -> AsyncIterator[Any]:
         async def may_run(request: pb.MayRunRequest, timeout_s: float) -> pb.MayRunReply:
+            if self.answer_error is not None:
+                raise self.answer_error
             if self.answer is None:
                 raise Unreachable("no answer")
             return self.answer
@@ -100,3 +103,24 @@ async def test_ranks_without_a_snapshot_are_not_asked_about(place: Place) -> Non
     place.entry.tethered, place.answer = False, None
     await place.tether.look()
     assert await place.after(10 * job_rules.CUT_OFF_S) == []
+
+
+async def test_daemon_that_is_restarted_while_it_is_cut_off_does_not_wait_anew(place: Place) -> None:
+    await place.tether.look()
+    place.answer = None
+    assert await place.after(job_rules.CUT_OFF_S - 1) == []
+    place.tether = Tether(place.node, place.endings)
+    assert await place.after(2) == [UID]
+
+
+async def test_rank_that_could_not_be_ended_is_ended_later_whatever_the_coordinator_says(place: Place) -> None:
+    place.ranks.end(UID, "", "node-1")
+    place.endings.ended_ones = lambda: [place.entry]
+    assert await place.after(0) == [UID]
+    assert await place.after(0) == [UID, UID]
+
+
+async def test_coordinator_that_cannot_be_asked_for_lack_of_descriptors_is_silent(place: Place) -> None:
+    await place.tether.look()
+    place.answer_error = OSError(24, "Too many open files")
+    assert await place.after(job_rules.CUT_OFF_S + 1) == [UID]

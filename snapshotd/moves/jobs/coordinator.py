@@ -16,7 +16,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, NotFound, SnapshotError, Undone, Usage, Where, WrongState
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import JobDecision, Part
-from snapshotd.moves.jobs import dropping, listing, participants, records
+from snapshotd.moves.jobs import dropping, listing, participants, records, snapshots
 from snapshotd.moves.jobs.rollback import Rollbacks, must_be_allowed, rolled_back_already
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
@@ -189,16 +189,16 @@ class JobSteps(Steps):
         move_log.fold()
 
     @step
-    async def drop(self, record: str, reason: str) -> pb.DropImageReply:
-        """An operator gives a suspended job up: its images are dropped, and it can never be resumed. Idempotent. Nodes that
-        do not answer now are asked again until they have confirmed it."""
+    async def drop(self, record: str, reason: str, lost_nodes: Sequence[str] = ()) -> pb.DropImageReply:
+        """An operator gives a suspended job up, or one that was rolled back: its images are dropped, and it can never be
+        resumed. Idempotent. Nodes that do not answer now are asked again until they have confirmed it, except `lost_nodes`.
+        A snapshot is dropped if no other node knows a rank of its job any more."""
         moving = self.moving(record)
-        if moving.log.begin.kind:
-            raise WrongState(
-                f"{record} is not a suspension: the images of a snapshot are removed when its job ends",
-                remedy="end the launchers of the job",
-                where=Where.UNKNOWN,
-            )
+        if moving.log.begin.kind == "snapshot":
+            async with self._deciding:
+                await snapshots.must_have_ended(self.node, moving.log, lost_nodes)
+                await self.give_up(moving.log, reason)
+            return pb.DropImageReply()
         if moving.log.last_mark is Mark.SETTLED and moving.settling is not None:
             moving.wake()
             await asyncio.wait([moving.settling])  # the loop that carried out the suspension is about to end
@@ -207,6 +207,9 @@ class JobSteps(Steps):
                 if await in_thread(self._may_drop, moving.log):
                     # Not SETTLED: the settle loop, also of a restarted daemon, goes on until all nodes have confirmed it.
                     await in_thread(moving.log.mark, Mark.BEGUN, dropped=reason)
+                if lost := set(lost_nodes) - set((await in_thread(moving.log.whole)).lost_nodes):
+                    known = (await in_thread(moving.log.whole)).lost_nodes
+                    await in_thread(moving.log.mark, moving.log.last_mark, lost_nodes=[*known, *sorted(lost)])
             if moving.log.last_mark is not Mark.SETTLED and record not in self.moves:
                 self._follow_record(moving)
             try:
@@ -285,7 +288,7 @@ class JobSteps(Steps):
     async def settle_once(self, moving: Moving) -> None:
         """Carries out decisions of the rules. The caller holds the record's lock."""
         if moving.log.begin.kind == "rollback":
-            await self.rollbacks.settle(moving)
+            await self.rollbacks.settle(moving, self.give_up)
             return
         move_log, parts = moving.log, dict[str, Part]()
         given_up = await in_thread(records.is_given_up, self.journal, move_log)
@@ -338,8 +341,10 @@ class JobSteps(Steps):
             and records.drops_images(self.journal, record.suspension)
         ):
             resumed = bool(record.suspension) or await in_thread(records.resumed_by, self.journal, move_log) is not None
-            images, reason = dropping.images_of(record), record.dropped or move_log.move
-            if left := await dropping.drop(self.node, images, reason, given_up=not resumed):
+            images = [one for one in dropping.images_of(record) if one[0] not in record.lost_nodes]
+            reason, suspension = record.dropped or move_log.move, record.suspension or move_log.move
+            ended, _ = await in_thread(records.before, self.journal, suspension)
+            if left := await dropping.drop(self.node, images, reason, given_up=not resumed, ended=ended):
                 raise dropping.NotDropped(left)
         await in_thread(move_log.mark, Mark.SETTLED)
 

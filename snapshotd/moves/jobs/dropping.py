@@ -38,8 +38,9 @@ def _image(part: JobPart) -> Image:
     return (part.image_node, part.image_endpoint, part.image) if part.image else (part.node, part.endpoint, part.move)
 
 
-async def drop(node: Node, images: Iterable[Image], reason: str, *, given_up: bool) -> list[str]:
-    """Has the images dropped, on all nodes at once. Returns what is not confirmed, for display; empty: all are gone."""
+async def drop(node: Node, images: Iterable[Image], reason: str, *, given_up: bool, ended: str = "") -> list[str]:
+    """Has the images dropped, on all nodes at once. Returns what is not confirmed, for display; empty: all are gone. `ended`:
+    the records that have ended copies of the job."""
     by_node: dict[tuple[str, str], list[str]] = {}
     for name, endpoint, image in images:
         by_node.setdefault((name, endpoint), []).append(image)
@@ -50,7 +51,7 @@ async def drop(node: Node, images: Iterable[Image], reason: str, *, given_up: bo
             async with node.client(name, endpoint) as client:
                 for image in wanted:
                     try:
-                        request = pb.DropImageRequest(image=image, reason=reason, given_up=given_up)
+                        request = pb.DropImageRequest(image=image, reason=reason, given_up=given_up, ended=ended)
                         await client.source.DropImage(request, timeout_s=DROP_S)
                     except (Unreachable, Timeout):
                         raise

@@ -7,10 +7,11 @@ the launcher does not see the end, and the rank comes back with the next incarna
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import SnapshotError
+from snapshotd.api.errors import Damaged, SnapshotError
 from snapshotd.keepers.ranks import RankEntry, check_rank_uid
 from snapshotd.moves import job_rules
 from snapshotd.moves.journal import check_move_id
@@ -44,13 +45,20 @@ class Endings:
             if home is not None and home.coordinator_node == caller and home.ended_by != request.record:
                 home.ended_by = request.record  # it comes back with a key made from this
                 await in_thread(self.node.ranks.update, home)
-        waiting = []
-        for entry in self._copies_of(request):
-            why = job_rules.may_not_end(entry.coordinator_node, caller) or await self.end_one(entry, request.record)
-            if why:
-                waiting.append(f"rank {entry.rank}: {why}")
+        copies = self._copies_of(request)
+        answers = await asyncio.gather(*(self._end_for(entry, request.record, caller) for entry in copies))
         await reach(Point.END_RANKS)
+        waiting = [f"rank {entry.rank}: {why}" for entry, why in zip(copies, answers, strict=True) if why]
         return pb.EndRanksReply(waiting_for=waiting)
+
+    async def _end_for(self, entry: RankEntry, record: str, caller: str) -> str:
+        """Why a copy is still here; empty: it is not. A failure does not keep the others from being ended."""
+        if why := job_rules.may_not_end(entry.coordinator_node, caller):
+            return why
+        try:
+            return await self.end_one(entry, record)
+        except (SnapshotError, OSError) as error:
+            return str(error)
 
     def _copies_of(self, request: pb.EndRanksRequest) -> list[RankEntry]:
         """All copies here of that incarnation, whoever their coordinator is: none of them may be left."""
@@ -60,35 +68,49 @@ class Endings:
 
     async def sweep(self) -> None:
         """At start: continues what a crash interrupted. Home keepers reconnect later; then the coordinator asks again."""
-        for entry in self._ended_ones():
-            try:
-                await self.end_one(entry, "after a restart")
-            except (SnapshotError, OSError) as error:
-                log.error("rank %s of an incarnation that has ended could not be ended yet: %s", entry.uid, error)
+        for entry in await in_thread(self.ended_ones):
+            await self.try_to_end(entry, "after a restart")
 
-    def _ended_ones(self) -> list[RankEntry]:
-        """The copies here whose incarnation is over."""
-        return [one for one in self.node.ranks.all() if not one.away_node and self.node.ranks.has_ended(one)]
+    async def try_to_end(self, entry: RankEntry, why: str) -> None:
+        """As `end_one`; what fails is repeated by the tether."""
+        try:
+            if waits := await self.end_one(entry, why):
+                log.info("rank %s is not ended yet: %s", entry.uid, waits)
+        except (SnapshotError, OSError) as error:
+            log.error("rank %s of an incarnation that has ended could not be ended yet: %s", entry.uid, error)
+
+    def ended_ones(self) -> list[RankEntry]:
+        """The copies here whose incarnation is over. Blocking."""
+        found = []
+        for entry in self.node.ranks.all():
+            try:
+                if not entry.away_node and self.node.ranks.has_ended(entry):
+                    found.append(entry)
+            except Damaged as error:
+                log.error("%s", error.message)
+        return found
 
     async def end_one(self, entry: RankEntry, record: str) -> str:
         """Ends one rank, whose end is recorded. Returns why it could not be ended yet."""
         group = entry.group
+        at_home = entry.role == "home" and entry.keeper_alive()
         known = self.node.journal.find(entry.moving) if entry.moving else None
         if known is not None and known.begin.role == "target" and not known.ended_unix_s:
             return "a held copy waits for the outcome of its move"
-        if entry.role == "home" and entry.keeper_alive():
+        if at_home:
+            if group.exists():
+                await in_thread(group.freeze, KILL_S)  # it does not run any more, and must not see its pipes closed
             if entry.link is None:
                 return "its keeper has not reconnected yet"
-            if group.exists():
-                await in_thread(group.freeze, KILL_S)  # it must not see its pipes closed
             await entry.link.away(record, self.node.config.node)
-            entry.away_node = self.node.config.node
-            await in_thread(self.node.ranks.put, entry)
         await in_thread(connections.silence, group.pids())
         if entry.role == "guest" and entry.keeper_pid:
             # PID 1 of the rank's pid namespace. First: it would report the end of the rank to the home keeper.
             entry.keeper.signal(9)
         await in_thread(group.kill, KILL_S)
+        if at_home:  # not earlier: a daemon that is restarted ends what is here
+            entry.away_node = self.node.config.node
+            await in_thread(self.node.ranks.put, entry)
         if entry.role == "guest":
             await self.node.lost(entry)
         log.warning("ended rank %s: its incarnation is over (%s)", entry.uid, record)

@@ -45,14 +45,16 @@ class HomeKeepers:
         self.journal, self._report = journal, report
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def remember(self, images: Path, move_log: MoveLog) -> None:
-        """Before the image is dropped: keeps what `end` needs. Blocking."""
+    def remember(self, images: Path, move_log: MoveLog, ended: str = "") -> None:
+        """Before the image is dropped: keeps what `end` needs. `ended`: the records that have ended copies of the rank since
+        the image was made. Blocking."""
         try:
             found = description.decode((images / description.FILE).read_bytes())
         except (OSError, Damaged) as error:
             log.error("the keeper of rank %s is not told that it was given up: %s", move_log.begin.rank_uid, error)
             return
-        keeper = HomeKeeper(found.home_node, found.home_endpoint, found.relay_keys or [found.relay_key])
+        keys = relay_keys.come_back(found.relay_key, found.relay_keys, ended)
+        keeper = HomeKeeper(found.home_node, found.home_endpoint, keys)
         stored.write(move_log.folder / FILE, json.dumps(asdict(keeper)).encode())
         sync_folder(move_log.folder)
 

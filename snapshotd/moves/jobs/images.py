@@ -121,9 +121,11 @@ class StoredImages:
         yield sending.progress(done=True)
 
     @step
-    async def drop(self, image: str, reason: str, by_node: str, *, given_up: bool = False) -> pb.DropImageReply:
+    async def drop(
+        self, image: str, reason: str, by_node: str, *, given_up: bool = False, ended: str = ""
+    ) -> pb.DropImageReply:
         """Drops an image, for the coordinator's node or an operator. Idempotent. `given_up`: the rank never runs again, and
-        its home keeper ends, so that its launcher notices it."""
+        its home keeper ends, so that its launcher notices it. `ended`: the records that have ended copies of the rank."""
         check_move_id(image)
         move_log = self.node.journal.find(image)
         if move_log is None or image not in self.node.store_of(move_log.begin).moves():
@@ -133,7 +135,7 @@ class StoredImages:
         self._must_be_suspended(move_log)
         store = self.node.store_of(move_log.begin)
         if given_up:
-            await in_thread(self.home_keepers.remember, store.path(image), move_log)
+            await in_thread(self.home_keepers.remember, store.path(image), move_log, ended)
         await in_thread(move_log.mark, Mark.SETTLED, dropped=reason or "dropped")
         await in_thread(store.drop, image)
         if given_up:

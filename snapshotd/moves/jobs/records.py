@@ -20,6 +20,9 @@ from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.record import MoveRecord
 from snapshotd.moves.record_parts import JobPart
 
+#: How many records that have ended copies a resumption names.
+MAX_ENDED = 3
+
 
 def uids(move_log: MoveLog) -> set[str]:
     """The ranks of the record's job. They are journalled when it begins, and never change."""
@@ -91,7 +94,8 @@ def _resumes(move_log: MoveLog, suspensions: set[str]) -> bool:
 
 
 def before(journal: Journal, suspension: str) -> tuple[str, bool]:
-    """For a resumption: the last record by which copies of the job that ran were ended, and whether it follows a rollback."""
+    """For a resumption: the last records by which copies of the job that ran were ended, and whether it follows a
+    rollback."""
     known = journal.find(suspension) if suspension else None
     if known is None:
         return "", False
@@ -101,7 +105,7 @@ def before(journal: Journal, suspension: str) -> tuple[str, bool]:
         record = one.whole() if one.begin.role == "job" and one.aborted else None
         if record is not None and record.taken_back and record.suspension == suspension:
             ended.append(one.move)
-    return (ended[-1] if ended else ""), tethered
+    return " ".join(ended[-MAX_ENDED:]), tethered
 
 
 def images_of(part: JobPart) -> Iterator[tuple[str, str, str]]:

@@ -8,16 +8,17 @@ then can the job be resumed, like a suspended one, from the images that the reco
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.addresses import split_address
 from snapshotd.api.errors import Busy, NotFound, Refused, SnapshotError, Usage, Where, WrongState
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Ended, JobDecision, Part
-from snapshotd.moves.jobs import participants, records
+from snapshotd.moves.jobs import dropping, participants, records
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 END_S = 30.0
 PROBE_S = 3.0
+#: Errors of a connection to a machine that is not there.
+_SILENT = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT}
 ASK_S = 5.0
 
 
@@ -190,8 +193,9 @@ class Rollbacks:
                 await in_thread(moving.log.decide, Outcome.ABORT, "the job is rolled back", "coordinator")
                 moving.wake()
 
-    async def settle(self, moving: Moving) -> None:
-        """Has the incarnation ended everywhere. The caller holds the record's lock."""
+    async def settle(self, moving: Moving, give_up: Callable[[MoveLog, str], Awaitable[None]]) -> None:
+        """Has the incarnation ended everywhere. If the job was given up after that, drops its images, and `give_up` drops
+        its snapshot. The caller holds the record's lock. Raises NotDropped."""
         move_log, record = moving.log, moving.log.record
         if move_log.outcome is None:  # a crash before the decision
             await in_thread(move_log.decide, Outcome.ABORT, "it was never decided", "coordinator")
@@ -210,8 +214,21 @@ class Rollbacks:
         if late:
             moving.waiting_for += f": {'; '.join(late[:5])}"
         if decision is JobDecision.CLOSE:
+            if record.dropped:
+                await self._drop_images(move_log)
+                if (snapshot := self.journal.find(record.snapshot)) is not None:
+                    await give_up(snapshot, record.dropped)
             await in_thread(move_log.mark, Mark.SETTLED)
             await reach(Point.ROLLED_BACK)
+
+    async def _drop_images(self, move_log: MoveLog) -> None:
+        """The home keepers end, as if their ranks were killed."""
+        record = await in_thread(move_log.whole)
+        places = [place for part in record.participants for place in records.images_of(part)]
+        images = [(node, endpoint, image) for image, node, endpoint in places if node not in record.lost_nodes]
+        ended, _ = await in_thread(records.before, self.journal, move_log.move)
+        if left := await dropping.drop(self.node, images, record.dropped, given_up=True, ended=ended):
+            raise dropping.NotDropped(left)
 
     async def _ask(self, node: ClusterNode, request: pb.EndRanksRequest) -> tuple[Ended, str]:
         """Whether a node has ended the incarnation, and why not."""
@@ -220,7 +237,7 @@ class Rollbacks:
             async with self.node.client(node.name, node.endpoint) as client:
                 reply = await client.job.EndRanks(request, timeout_s=END_S)
         except SnapshotError as error:
-            if await answers(node.endpoint):
+            if await answers(node.endpoint, if_unknown=True):
                 self._silent_since_s.pop(place, None)
                 return Ended.DAEMON_DOWN, error.headline
             silent_s = host.boottime_s() - self._silent_since_s.setdefault(place, host.boottime_s())
@@ -239,14 +256,17 @@ class Rollbacks:
         return ""
 
 
-async def answers(endpoint: str) -> bool:
-    """Whether a machine is there, at least to refuse the connection: then its daemon is down, and its ranks may run."""
+async def answers(endpoint: str, limit_s: float = PROBE_S, *, if_unknown: bool = False) -> bool:
+    """Whether a machine is there, at least to refuse the connection: then its daemon is down, and its ranks may run.
+    `if_unknown`: the answer if this machine could not ask, because it lacks descriptors, say."""
     address, port = split_address(endpoint)
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), PROBE_S)
-    except ConnectionRefusedError:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), limit_s)
+    except ConnectionError:
         return True
-    except (OSError, TimeoutError):
+    except TimeoutError:
         return False
+    except OSError as error:
+        return if_unknown and error.errno not in _SILENT
     writer.close()
     return True

@@ -8,7 +8,7 @@ lets another copy of the rank run. A daemon that is down cannot do this: the coo
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
 import logging
 
 from snapshotd.api import snapshotd_pb2 as pb
@@ -24,8 +24,9 @@ from snapshotd.runtime.repeated import Repeated
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 2.0
-ASK_S = 3.0
+EVERY_S = 1.0
+ASK_S = 2.0
+FILE = "coordinators.json"
 _Of = tuple[str, str, str]  # a coordinator, its endpoint, and the incarnation
 
 
@@ -34,18 +35,28 @@ class Tether:
 
     def __init__(self, node: Node, endings: Endings) -> None:
         self.node, self.endings = node, endings
-        self._heard_s: dict[_Of, float] = {}  # CLOCK_BOOTTIME of the last question that was answered
+        self._file = node.ranks.folder.parent / FILE
+        self._heard_s = self._recalled()  # CLOCK_BOOTTIME of the last question that was answered
         self.repeated = Repeated("coordinators of jobs", self.look, EVERY_S)
 
     async def look(self) -> None:
-        """Asks the coordinators of all ranks here once."""
+        """Asks the coordinators of all ranks here once, and goes on with ranks that could not be ended before."""
+        over = await in_thread(self.endings.ended_ones)
+        await asyncio.gather(*(self.endings.try_to_end(entry, "it was to be ended before") for entry in over))
         mine: dict[_Of, list[RankEntry]] = {}
         for entry in self.node.ranks.all():
-            if entry.tethered and not entry.away_node and entry.coordinator_node != self.node.config.node:
+            if not entry.tethered or entry.away_node or entry.coordinator_node == self.node.config.node:
+                continue
+            if entry not in over:
                 of = (entry.coordinator_node, entry.coordinator_endpoint, entry.incarnation)
                 mine.setdefault(of, []).append(entry)
-        self._heard_s = {of: since for of, since in self._heard_s.items() if of in mine}
-        await asyncio.gather(*(self._ask(of, entries) for of, entries in mine.items()))
+        before, self._heard_s = self._heard_s, {of: since for of, since in self._heard_s.items() if of in mine}
+        found = await asyncio.gather(*(self._ask(of, entries) for of, entries in mine.items()), return_exceptions=True)
+        if before or self._heard_s:
+            await in_thread(self._remember)
+        for error in found:
+            if isinstance(error, BaseException):
+                raise error
 
     async def _ask(self, of: _Of, entries: list[RankEntry]) -> None:
         node, endpoint, incarnation = of
@@ -55,11 +66,11 @@ class Tether:
         try:
             async with self.node.client(node, endpoint) as client:
                 reply = await client.job.MayRun(request, timeout_s=ASK_S)
-        except SnapshotError as error:
-            if await answers(endpoint):
+        except (SnapshotError, OSError) as error:
+            if await answers(endpoint, ASK_S):
                 self._heard_s[of] = asked_s
             elif job_rules.is_cut_off(silent_s := host.boottime_s() - heard_s):
-                await self._end(entries, f"{node} has been silent for {silent_s:.0f} s: {error.headline}")
+                await self._end(entries, f"{node} has been silent for {silent_s:.0f} s: {error}")
             return
         self._heard_s[of] = asked_s
         if reply.ended_by:
@@ -69,6 +80,21 @@ class Tether:
         for entry in entries:
             log.error("rank %s is ended: %s", entry.uid, why)
             await in_thread(self.node.ranks.end, entry.uid, entry.incarnation, entry.coordinator_node)
-        for entry in entries:
-            with contextlib.suppress(SnapshotError):
-                await self.endings.end_one(entry, why)
+        await asyncio.gather(*(self.endings.try_to_end(entry, why) for entry in entries))
+
+    def _remember(self) -> None:
+        """So that a restarted daemon does not begin to wait anew. No process survives the machine, so nothing is synced."""
+        fresh = self._file.with_suffix(".new")
+        fresh.write_text(json.dumps([host.boot_id(), [[*of, since] for of, since in self._heard_s.items()]]))
+        fresh.rename(self._file)
+
+    def _recalled(self) -> dict[_Of, float]:
+        try:
+            boot_id, listed = json.loads(self._file.read_text())
+            known = {(str(node), str(endpoint), str(of)): float(since) for node, endpoint, of, since in listed}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("when coordinators were heard last is not known: %s", error)
+            return {}
+        return known if boot_id == host.boot_id() else {}

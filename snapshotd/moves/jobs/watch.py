@@ -6,17 +6,15 @@ of the job, and the job is not waiting to be resumed. A node drops an image only
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NotFound, SnapshotError
-from snapshotd.moves.jobs import records
+from snapshotd.moves.jobs import records, snapshots
 from snapshotd.moves.jobs.coordinator import JobSteps
 from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
-from snapshotd.moves.record_parts import ClusterNode
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.repeated import Repeated
 
@@ -36,27 +34,11 @@ class Watch:
     async def look(self) -> None:
         """Looks once at all snapshots of which this node is the coordinator, and at all images that it keeps."""
         for snapshot in await in_thread(records.current, self.node.journal):
-            if snapshot.ended_unix_s and await self._has_ended(snapshot):
+            if snapshot.ended_unix_s and not await snapshots.why_needed(self.node, snapshot):
                 await self.jobs.give_up(snapshot, "the job has ended")
         for move_log in self.images.of_snapshots():
             if reason := await self._given_up(move_log):
                 await self.images.drop(move_log.move, reason, move_log.begin.coordinator_node)
-
-    async def _has_ended(self, snapshot: MoveLog) -> bool:
-        uids = await in_thread(records.uids, snapshot)
-        if await in_thread(records.rolled_back, self.node.journal, uids):
-            return False
-        record = await in_thread(snapshot.whole)
-        answers = await asyncio.gather(*(self._knows_none_of(node, uids) for node in record.nodes))
-        return all(answers)
-
-    async def _knows_none_of(self, node: ClusterNode, uids: set[str]) -> bool:
-        try:
-            async with self.node.client(node.name, node.endpoint) as client:
-                reply = await client.node.ListRanks(pb.ListRanksRequest(brief=True), timeout_s=ASK_S)
-        except SnapshotError:
-            return False
-        return not any(rank.uid in uids for rank in reply.ranks)
 
     async def _given_up(self, move_log: MoveLog) -> str:
         """Why the coordinator of an image does not need it any more; empty: it does, or does not answer."""

@@ -276,7 +276,7 @@ class Restore:
         )
         keys = image.relay_keys or [image.relay_key]
         if ended := self.log.record.ended_before:  # the home node may have seen newer keys than the image has
-            keys = [relay_keys.after_end(image.relay_key, ended), *keys]
+            keys = relay_keys.come_back(image.relay_key, image.relay_keys, ended)
         relay_keys.take_over(entry, keys)
         rewires, nodes = self._connections(image)
         came_from = self.log.record.from_node or begin.source_node  # another node may have sent its image
