@@ -4,12 +4,16 @@ that the job prints is that of an undisturbed run, and it prints each once."""
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration.harness import Cluster, until
+from integration.harness import MIGRATOR, Cluster, until
 from integration.torch_jobs import TorchLab, at_rest
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
@@ -68,5 +72,42 @@ def test_ddp_job_is_rolled_back_onto_another_node_after_its_node_was_lost(torch_
     job.end.touch()
     job.assert_whole()
     torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
+    until("the snapshot to be removed with its job", lambda: _snapshots(nodes, job.name) == [])
+    until("nothing to be left", lambda: not nodes.leftovers())
+
+
+@pytest.mark.timeout(900)
+def test_protected_ddp_job_goes_on_after_a_rank_was_killed(torch_lab: TorchLab) -> None:
+    """Nobody is asked: `migrator protect` rolls the job back. The failures of the rank and of the one that waits for it are
+    held back, so the launchers notice nothing."""
+    nodes = torch_lab.cluster
+    job = torch_lab.plain("ddp.py", "--pace-s", "0.05", "--until", "{end}", nodes=(ONE, TWO), name="protected")
+    job.await_steps(5)
+    said = nodes.folder / "protect.out"
+    with said.open("w") as out:
+        guard = subprocess.Popen(
+            [*MIGRATOR, "protect", job.name, "--every", "600"],
+            env=nodes.environment(),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        until("the first snapshot", lambda: _snapshots(nodes, job.name))
+        job.await_progress(3)
+        ranks = nodes.processes_of(str(job.end))
+        (one,) = [pid for pid in ranks if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
+        os.kill(one, signal.SIGKILL)
+        until("the rollback", lambda: "rolled back" in said.read_text(), 240)
+        job.await_progress(3)
+        assert all(agent.process.poll() is None for agent in job.agents), job.text()
+        assert len(nodes.processes_of(str(job.end))) == 2
+        job.end.touch()
+        assert job.finish() == [0, 0], f"{job.text()}\n{nodes.logs()}"
+        torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
+        until("the end of the protection", lambda: guard.poll() == 0)
+        assert "the job has ended" in said.read_text()
+    finally:
+        guard.kill()
+        guard.wait()
     until("the snapshot to be removed with its job", lambda: _snapshots(nodes, job.name) == [])
     until("nothing to be left", lambda: not nodes.leftovers())

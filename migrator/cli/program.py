@@ -33,6 +33,7 @@ MODULES = {
     "check": ("check",),
     "move": ("move",),
     "job": ("job",),
+    "protect": ("protect",),
     "status": ("status",),
     "history": ("history",),
     "recover": ("recover",),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shim.keeper import frames, namespaces, report, signals
+from shim.keeper.holdback import HoldBack
 from shim.keeper.link import BYE_S, Link
 from shim.keeper.loop import Loop
 from shim.keeper.privileges import Identity
@@ -80,11 +81,13 @@ class GuestKeeper:
         self.loop.catch([signal.SIGCHLD], self._on_child)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
+        self._failure = HoldBack(lambda: self.loop, self._tell_failure, lambda status: None)
         state = orders["stdio"]
         self._identity = Identity(orders["identity"])
         self._stdio = Stdio.of_state(self.loop, state, self._identity, Spool.of_orders(orders["spool"]))
         self._relay = GuestEnd(self.loop, self._stdio, self._send_relay, self._deliver)
         self._stdio.may_spool = self._relay.is_cut_off
+        self._relay.run = str(orders.get("run", ""))
         handed = state.get("signals", {})
         self._relay.last_signal_id = int(handed.get("last", 0))
         self._queued += [int(number) for number in handed.get("queued", [])]
@@ -134,7 +137,10 @@ class GuestKeeper:
             "inherit": self._inherit,
             "stdio": self._stdio.describe(),
             "exited": self._status,
-            "finished": self._status is not None and self._is_activated and not self._held_move,
+            "finished": self._status is not None
+            and self._is_activated
+            and not self._held_move
+            and not self._failure.is_holding,
         }
 
     def _on_frame(self, frame: frames.Frame) -> None:
@@ -145,6 +151,7 @@ class GuestKeeper:
                 self._was_welcomed = True
                 self._identity.assume_alone()
                 self._link.welcomed()
+                self._failure.tell_again()
                 self._relay.sync()
             case "refused":
                 if fields.get("final") is True and not self._is_activated:
@@ -171,6 +178,8 @@ class GuestKeeper:
                 self._link.send("gone", {"move": move})
             case "relay":
                 self._relay.sync() if fields.get("up") is True else self._relay.lost()
+            case "protect":
+                self._failure.is_on = True
             case "kill":
                 self.loop.leave()  # when pid 1 exits, the kernel kills every process of the namespace
             case "bye" if self._is_telling:
@@ -254,11 +263,16 @@ class GuestKeeper:
             self._relay.report = report.collect(self._report_path, self._identity)
         if self._held_move and not self._is_gone:
             self._link.send("died", {"move": self._held_move, "status": status})
+        elif self._is_activated and not self._is_gone:
+            self._failure.holds(status)
         self.loop.after(0.1, self._look_at_end)
+
+    def _tell_failure(self, status: int) -> None:
+        self._link.send("failed", {"status": status})
 
     def _look_at_end(self) -> None:
         """Reports the exit status after the last output."""
-        if not self._stdio.is_all_read or self._held_move:
+        if not self._stdio.is_all_read or self._held_move or self._failure.is_holding:
             self.loop.after(0.1, self._look_at_end)
         else:
             self._relay.exit_status = self._status
@@ -266,7 +280,8 @@ class GuestKeeper:
     def _work(self) -> None:
         if self._is_gone and self._status is not None and self._link.is_flushed:
             self.loop.leave()  # the local copy has exited: nothing is left to wait for
-        if self._status is not None and not self._held_move and self._stdio.output_ended:
+        ended = self._status is not None and not self._held_move and not self._failure.is_holding
+        if ended and self._stdio.output_ended:
             self._relay.exit_status = self._status
         self._relay.pump()
 

@@ -3,7 +3,8 @@
 Invariants: to the launcher the keeper looks like the rank: it has the rank's output, reaction to signals and exit
 status. Daemons may restart. The rank never waits for one, except before it starts. If the keeper ends, the rank ends.
 The exit of the local process is the rank's exit only while the rank is here and no move holds it. During a move, the
-outcome of the move decides.
+outcome of the move decides. If the job has snapshots, a failure of the rank is held back for a while: the job may be
+rolled back, and then the rank has not ended.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from shim.keeper import frames, report, signals
 from shim.keeper.child import Child, rank_environment
 from shim.keeper.front import Front
+from shim.keeper.holdback import HoldBack
 from shim.keeper.library import Library
 from shim.keeper.link import BYE_S, Link
 from shim.keeper.loop import Loop, Wish
@@ -94,6 +96,7 @@ class HomeKeeper:
         self._local_status: int | None = None
         self._end_status: int | None = None  # the rank's wait status, from whichever node it ended on
         self._is_telling = False
+        self._failure = HoldBack(lambda: self.loop, self._tell_failure, self._pass_on)
 
         ignored = signals.ignored_by_launcher()
         mask = {signal.Signals(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
@@ -153,6 +156,8 @@ class HomeKeeper:
                 self._resume(move)
             case "away":
                 self._go_away(move, str(fields.get("node", "")))
+            case "protect":
+                self._failure.is_on = True
             case "kill":
                 self._kill()
             case "bye" if self._is_telling:
@@ -173,6 +178,7 @@ class HomeKeeper:
             self._relay.again()
         if self._is_telling:
             self._link.send("exited", {"status": self._end_status})
+        self._failure.tell_again()
 
     def _on_link_lost(self) -> None:
         self._relay.lost()
@@ -218,6 +224,7 @@ class HomeKeeper:
         self._link.send("resumed", {"move": move})
 
     def _go_away(self, move: str, node: str) -> None:
+        self._failure.forget()
         if not self._away_node:
             self._stdio.pull_all()
             self._stdio.close()
@@ -305,7 +312,15 @@ class HomeKeeper:
             return
         if self._held_move:
             self._link.send("died", {"move": self._held_move, "status": status})
-        else:
+        elif not self._failure.holds(status):
+            self._ended(status)
+
+    def _tell_failure(self, status: int) -> None:
+        self._link.send("failed", {"status": status})
+
+    def _pass_on(self, status: int) -> None:
+        """The job was not rolled back: the failure is the rank's end."""
+        if not self._away_node:
             self._ended(status)
 
     def _ended(self, status: int) -> None:

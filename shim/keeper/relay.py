@@ -5,7 +5,8 @@ applied exactly once, in order. For that, each carries an absolute offset (or id
 acknowledged, and both sides agree on the offsets (`sync`) after every interruption and whenever one of them makes no
 progress, whatever the others do: a signal may be lost while output flows.
 
-    guest -> home   sync {in, sig}               sender's position: input taken, last signal taken
+    guest -> home   sync {in, sig, run, from}    sender's position: input taken, last signal taken; after a rollback also
+                                                 which one, and where its output begins
     home -> guest   sync {out, shut, win, in, sig}  sender's position: output received per channel, input and signals that it
                                                  has no longer; then what guest lacks
     home -> guest   resync {}                    send sync again: something is missing
@@ -24,6 +25,7 @@ from typing import Any
 
 from shim.keeper.frames import Frame
 from shim.keeper.loop import Loop
+from shim.keeper.printed import Printed
 from shim.keeper.stdio import Stdio
 from shim.keeper.tail import Tail
 
@@ -46,6 +48,8 @@ class GuestEnd:
         self._send = send
         self._deliver = deliver
         self._sent = {name: tail.base for name, tail in stdio.tails.items()}
+        self._begins = dict(self._sent)
+        self.run = ""  # after a rollback: its record
         self._acked_in = stdio.in_offset
         self._is_synced = False
         self._synced_s = time.monotonic()  # when it was last in sync
@@ -66,7 +70,10 @@ class GuestEnd:
     def sync(self) -> None:
         self.lost()
         if self.is_open:
-            self._send("sync", {"in": self._stdio.in_offset, "sig": self.last_signal_id})
+            position: dict[str, Any] = {"in": self._stdio.in_offset, "sig": self.last_signal_id}
+            if self.run:
+                position |= {"run": self.run, "from": self._begins}
+            self._send("sync", position)
 
     def lost(self) -> None:
         """The connection to the home keeper is down; `sync` follows when it is up again."""
@@ -181,6 +188,10 @@ class HomeEnd:
         self._tails = tails
         self._send = send
         self._acked = {name: tail.base for name, tail in tails.items()}
+        self._printed = {name: Printed(tail.base) for name, tail in tails.items()}
+        for name, tail in tails.items():
+            tail.watch = self._printed[name].add
+        self._run = ""
         self._signals: list[tuple[int, int]] = []  # (id, number), not acknowledged
         self._last_signal_id = 0
         self._in_sent = keyboard.base
@@ -199,6 +210,8 @@ class HomeEnd:
         """The rank is now on another node. The guest keeper's `sync` may have arrived before the move's outcome."""
         if not self.is_open:
             self.is_open = True
+            for tail in self._tails.values():
+                tail.watch = None
             self._in_sent = self.keyboard.base
             self._loop.after(STALL_S, lambda: self._check_progress({}))
         waiting, self._waiting_sync = self._waiting_sync, None
@@ -236,8 +249,10 @@ class HomeEnd:
         if not self._is_synced:
             return
         for name, tail in self._tails.items():
-            if tail.base > self._acked[name] and self._send("ack", {"c": name, "o": tail.base}):
-                self._acked[name] = tail.base
+            if (written := self._written(name, tail)) > self._acked[name] and self._send(
+                "ack", {"c": name, "o": written}
+            ):
+                self._acked[name] = written
         self._in_sent = max(self._in_sent, self.keyboard.base)
         while self._in_sent - self.keyboard.base < IN_WINDOW_BYTES and (
             data := self.keyboard.read(self._in_sent, CHUNK_BYTES)
@@ -257,6 +272,7 @@ class HomeEnd:
             return
         match frame.type:
             case "sync":
+                self._rewind(str(fields.get("run", "")), dict(fields.get("from", {})))
                 self._answer_sync(int(fields["in"]), int(fields["sig"]))
             case "out":
                 self._take_output(str(fields["c"]), int(fields["o"]), frame.payload)
@@ -278,7 +294,7 @@ class HomeEnd:
         # Not released: what the guest has taken counts against its window until the rank's stdin has it.
         self._in_sent, self._end_sent = in_offset, False
         self._forget_signals(signal_id)
-        received = {name: tail.end for name, tail in self._tails.items()}
+        received = {name: printed.end for name, printed in self._printed.items()}
         position = {
             "out": received,
             "shut": sorted(self._shut),
@@ -288,18 +304,32 @@ class HomeEnd:
         }
         self._send("sync", position)
         for name, tail in self._tails.items():
-            self._send("ack", {"c": name, "o": tail.base})
-            self._acked[name] = tail.base
+            self._acked[name] = self._written(name, tail)
+            self._send("ack", {"c": name, "o": self._acked[name]})
         for known, number in self._signals:
             self._send("sig", {"n": number, "id": known})
         self._is_synced = True
 
     def _take_output(self, name: str, offset: int, data: bytes) -> None:
-        tail = self._tails[name]
-        if offset > tail.end:
+        printed = self._printed[name]
+        if offset > printed.end:
             self._send("resync")
             return
-        tail.append(data[tail.end - offset :])
+        if fresh := data[printed.end - offset :]:
+            self._tails[name].append(printed.take(fresh))
+
+    def _written(self, name: str, tail: Tail) -> int:
+        """Up to where the guest's output has been written to the real stdout, or left out."""
+        return max(0, self._printed[name].end - len(tail))
+
+    def _rewind(self, run: str, begins: dict[str, Any]) -> None:
+        """The guest keeper is that of a rank which was rolled back: its output begins anew, at the snapshot."""
+        if run and run != self._run:
+            self._run = run
+            for name, offset in begins.items():
+                if name in self._printed:
+                    self._printed[name].rewind(int(offset))
+                    self._acked[name] = 0
 
     def _forget_signals(self, last_id: int) -> None:
         self._signals = [(known, number) for known, number in self._signals if known > last_id]

@@ -12,6 +12,8 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shim.keeper.spool import Spool
 
 MEMORY_BYTES = 4 << 20
@@ -30,6 +32,7 @@ class Tail:
         self._file_first = 0  # where the unacknowledged bytes begin in the file
         self._file_last = 0  # and where they end
         self._overflow = bytearray()
+        self.watch: Callable[[bytes], None] | None = None  # is told what is appended
 
     def __len__(self) -> int:
         return len(self._memory) + self._file_last - self._file_first + len(self._overflow)
@@ -43,6 +46,8 @@ class Tail:
         return len(self) >= WAIT_BYTES if self._file < 0 else bool(self._overflow)
 
     def append(self, data: bytes) -> None:
+        if self.watch is not None:
+            self.watch(data)
         if self._overflow:
             self._overflow += data
         elif self._file < 0 or (self._file_last == 0 and len(self._memory) + len(data) <= self._memory_bytes):

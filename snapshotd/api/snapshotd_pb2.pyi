@@ -1243,6 +1243,7 @@ class Rank(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """globally unique, never reused: JOB-RANK-xxxxxxxx"""
@@ -1265,6 +1266,8 @@ class Rank(_message.Message):
     """of a suspended rank: the size of its image"""
     device_bytes: _builtins.int
     """device memory in use on all of them"""
+    failed: _builtins.int
+    """wait status of a rank that has failed, which its keeper holds back for a rollback"""
     incarnation: _builtins.str
     """of its job: the record of the resumption that began it; empty: as its launcher started it"""
     @_builtins.property
@@ -1295,13 +1298,16 @@ class Rank(_message.Message):
         memory_bytes: _builtins.int = ...,
         gpus: _abc.Iterable[_builtins.str] | None = ...,
         device_bytes: _builtins.int = ...,
+        failed: _builtins.int | None = ...,
         incarnation: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["keeper", b"keeper", "process", b"process"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_failed", b"_failed", "failed", b"failed", "keeper", b"keeper", "process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_node", b"at_node", "command", b"command", "device_bytes", b"device_bytes", "gpus", b"gpus", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "incarnation", b"incarnation", "job", b"job", "keeper", b"keeper", "memory_bytes", b"memory_bytes", "moves", b"moves", "moving", b"moving", "place", b"place", "process", b"process", "rank", b"rank", "started_unix_s", b"started_unix_s", "uid", b"uid", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failed", b"_failed", "at_node", b"at_node", "command", b"command", "device_bytes", b"device_bytes", "failed", b"failed", "gpus", b"gpus", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "incarnation", b"incarnation", "job", b"job", "keeper", b"keeper", "memory_bytes", b"memory_bytes", "moves", b"moves", "moving", b"moving", "place", b"place", "process", b"process", "rank", b"rank", "started_unix_s", b"started_unix_s", "uid", b"uid", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__failed: _TypeAlias = _typing.Literal["failed"]  # noqa: Y015
+    _WhichOneofArgType__failed: _TypeAlias = _typing.Literal["_failed", b"_failed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__failed) -> _WhichOneofReturnType__failed | None: ...
 
 Global___Rank: _TypeAlias = Rank  # noqa: Y015
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 
+from shim.keeper.holdback import HOLD_BACK_S
 from snapshotd.api.errors import Damaged, Denied, NotFound, SnapshotError, Usage
 from snapshotd.keepers.hello import Hello
 from snapshotd.keepers.job_names import Name, OtherNodes, free_name
@@ -50,7 +51,7 @@ class Adoption:
         self._waiting: asyncio.Task[None] | None = None
 
     def events(self) -> KeeperEvents:
-        return KeeperEvents(self.connected, self.closed, self.exited, self.died)
+        return KeeperEvents(self.connected, self.closed, self.exited, self.died, self.failed)
 
     async def adopt(self, hello: Hello, keeper: Process, rank: Process | None) -> Welcome:
         """Registers the rank of a keeper: a new rank gets a uid and a cgroup, a known one is looked up."""
@@ -151,6 +152,8 @@ class Adoption:
         if entry is None:
             return
         entry.link = link
+        if entry.tethered:
+            await link.protect()
         if link.role == "guest":
             await self._guest_connected(entry, link)
         elif move := link.info.held_move:
@@ -208,22 +211,39 @@ class Adoption:
         await self.lost(entry)
 
     async def lost(self, entry: RankEntry) -> None:
-        """Ends a rank on this node that has no keeper any more, and informs its home keeper if that is on another node."""
+        """Ends a rank on this node that has no keeper any more, and informs its home keeper if that is on another node: not at
+        once if its job has snapshots, because it may be rolled back."""
         await _kill(entry)
-        self.node.ranks.remove(entry)
-        self.forwarding.withdraw(entry)
         try:
             is_over = await in_thread(self.node.ranks.has_ended, entry)
         except Damaged as error:
             log.error("%s", error.message)
             is_over = False
+        if entry.role == "guest" and entry.tethered and not is_over and entry.failed is None:
+            entry.failed = SIGKILL_STATUS
+            self._follow(self._lost_later(entry))
+            return
+        self.node.ranks.remove(entry)
+        self.forwarding.withdraw(entry)
         if entry.role == "guest" and not is_over:  # of an incarnation that is over nothing is reported
-            self._report(entry, SIGKILL_STATUS)
+            self._follow(self.relays.report_end(entry, SIGKILL_STATUS))
 
-    def _report(self, entry: RankEntry, status: int) -> None:
-        task = asyncio.create_task(self.relays.report_end(entry, status))
+    async def _lost_later(self, entry: RankEntry) -> None:
+        await asyncio.sleep(HOLD_BACK_S)
+        if self.node.ranks.get(entry.uid, entry.role) is entry:  # else the job was rolled back
+            await self.lost(entry)
+
+    def _follow(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
         self._reports.add(task)
         task.add_done_callback(self._reports.discard)
+
+    async def failed(self, link: KeeperLink, status: int) -> None:
+        """The rank has failed. Its keeper waits for a rollback of the job, and then passes the failure on."""
+        entry = self.node.ranks.get(link.uid, link.role)
+        if entry is not None:
+            log.warning("rank %s failed with wait status %d; its keeper holds that back", entry.uid, status)
+            entry.failed = status
 
     async def exited(self, link: KeeperLink, status: int) -> None:
         """The rank has ended by itself. Its keeper passes the exit status to the launcher."""

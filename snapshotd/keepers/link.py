@@ -97,6 +97,10 @@ class KeeperLink:
         """Guest: the connection to the home keeper is up (it synchronises at once) or down (it spools)."""
         await self.send(encode("relay", {"up": up}))
 
+    async def protect(self) -> None:
+        """The rank's job has a snapshot: its keeper holds a failure of the rank back for a while."""
+        await self.send(encode("protect"))
+
     async def kill(self) -> None:
         """Makes the keeper kill the rank and exit. Returns once the link is closed. Idempotent."""
         if self.closed.is_set():

@@ -102,12 +102,14 @@ class KeeperEvents:
                its process has ended; called exactly once, possibly after a True.
     exited:    (link, wait status): the rank has ended. Afterwards the keeper is sent `bye` and exits.
     died:      (link, move, wait status): the local process ended during a move; the keeper waits for resume or away.
+    failed:    (link, wait status): the rank has failed; the keeper holds that back for a while, for a rollback of its job.
     """
 
     connected: Callable[[KeeperLink], Awaitable[None]]
     closed: Callable[[KeeperLink, bool], Awaitable[None]]
     exited: Callable[[KeeperLink, int], Awaitable[None]]
     died: Callable[[KeeperLink, str, int], Awaitable[None]]
+    failed: Callable[[KeeperLink, int], Awaitable[None]]
 
 
 _Event = Callable[[], Awaitable[None]]
@@ -327,6 +329,9 @@ class KeeperLinks:
         elif kind == "died":
             move, ended = str(frame.header.get("move", "")), _status(frame)
             events.put_nowait(lambda: self._events.died(link, move, ended))
+        elif kind == "failed":
+            failure = _status(frame)
+            events.put_nowait(lambda: self._events.failed(link, failure))
         else:
             raise FrameError(f"{link!r} sent an unknown frame {kind[:20]!r}")
 

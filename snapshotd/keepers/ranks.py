@@ -80,6 +80,7 @@ class RankEntry:
     start_ticks: int = 0
     link: KeeperLink | None = field(default=None, compare=False)
     moving: str = field(default="", compare=False)
+    failed: int | None = field(default=None, compare=False)  # its wait status, which its keeper holds back
 
     @property
     def keeper(self) -> Process:
@@ -123,11 +124,12 @@ class RankEntry:
             moves=self.moves,
             moving=self.moving,
             incarnation=self.incarnation,
+            failed=self.failed if here else None,
             memory_bytes=self.memory_bytes() if here and not brief else 0,
         )
 
 
-_STORED = tuple(item.name for item in fields(RankEntry) if item.name not in {"link", "moving"})
+_STORED = tuple(item.name for item in fields(RankEntry) if item.name not in {"link", "moving", "failed"})
 
 
 class Ranks:

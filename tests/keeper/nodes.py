@@ -52,6 +52,7 @@ class Node:
                 closed=lambda link, alive: self._note(link, "closed", alive),
                 exited=lambda link, status: self._note(link, "exited", status),
                 died=lambda link, move, status: self._note(link, "died", move, status),
+                failed=lambda link, status: self._note(link, "failed", status),
             ),
         )
         await self.links.start()

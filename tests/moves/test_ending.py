@@ -132,7 +132,7 @@ async def test_rank_whose_keeper_has_not_reconnected_does_not_run_any_more(
 ) -> None:
     frozen: list[str] = []
     monkeypatch.setattr(RankEntry, "keeper_alive", lambda self: True)
-    monkeypatch.setattr("snapshotd.proc.cgroup.Cgroup.exists", lambda self: True)
+    monkeypatch.setattr("snapshotd.proc.cgroup.Cgroup.pids", lambda self: [1])
     monkeypatch.setattr("snapshotd.proc.cgroup.Cgroup.freeze", lambda self, deadline_s: frozen.append("rank"))
     place = Place(tmp_path, "home", "")
     assert await place.end("") == ["rank 0: its keeper has not reconnected yet"]

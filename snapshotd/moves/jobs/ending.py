@@ -98,7 +98,7 @@ class Endings:
         if known is not None and known.begin.role == "target" and not known.ended_unix_s:
             return "a held copy waits for the outcome of its move"
         if at_home:
-            if group.exists():
+            if group.pids():
                 await in_thread(group.freeze, KILL_S)  # it does not run any more, and must not see its pipes closed
             if entry.link is None:
                 return "its keeper has not reconnected yet"
@@ -109,7 +109,7 @@ class Endings:
             entry.keeper.signal(9)
         await in_thread(group.kill, KILL_S)
         if at_home:  # not earlier: a daemon that is restarted ends what is here
-            entry.away_node = self.node.config.node
+            entry.away_node, entry.failed = self.node.config.node, None
             await in_thread(self.node.ranks.put, entry)
         if entry.role == "guest":
             await self.node.lost(entry)

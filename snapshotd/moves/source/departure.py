@@ -86,6 +86,9 @@ class Departure:
         if entry is not None:
             entry.coordinator_node, entry.coordinator_endpoint = begin.coordinator_node, begin.coordinator_endpoint
             entry.tethered = True
+            if entry.link is not None:
+                with contextlib.suppress(SnapshotError):  # it is told again when it reconnects
+                    await entry.link.protect()
             await in_thread(self.node.ranks.update, entry)
             if entry.link is not None:
                 entry.link.key_changed.set()  # a guest's relay tells the home node who may end the rank

@@ -32,13 +32,15 @@ async def start(
     group: Cgroup,
     user: Credentials,
     connected: asyncio.Future[KeeperLink],
+    run: str = "",
 ) -> tuple[KeeperLink, WaitingKeeper]:
-    """Starts the guest keeper. It is connected when this returns, and criu waits for its request on the socket."""
+    """Starts the guest keeper. `run`: the record by which the copy before was ended, if the rank comes back from an older
+    image. It is connected when this returns, and criu waits for its request on the socket."""
     config = node.config
     keeper = await in_thread(waiting_keepers.take, config.criu)
     how = "did not read its orders"
     try:
-        orders = await _orders(node, begin, image, group, user, keeper)
+        orders = await _orders(node, begin, image, group, user, keeper, run)
         await in_thread(keeper.order, orders, KEEPER_S)
         how = "did not connect"
         await reach(Point.KEEPER_STARTED)
@@ -60,7 +62,13 @@ async def start(
 
 
 async def _orders(
-    node: Node, begin: Begin, image: ImageDescription, group: Cgroup, user: Credentials, keeper: WaitingKeeper
+    node: Node,
+    begin: Begin,
+    image: ImageDescription,
+    group: Cgroup,
+    user: Credentials,
+    keeper: WaitingKeeper,
+    run: str,
 ) -> bytes:
     config, program = node.config, keeper.program
     environment = session.restore_environment(program, node.store.path(begin.move), user)
@@ -87,6 +95,7 @@ async def _orders(
             "free_bytes": config.spool_free_bytes,
         },
         "command": image.command,
+        "run": run,
         "moves": image.moves + 1,
         "started_unix_s": image.started_unix_s,
     }

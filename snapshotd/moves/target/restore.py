@@ -97,7 +97,9 @@ class Restore:
         # Before there is a keeper: one whose move is not registered is not wanted, and ends.
         self.node.ranks.put(entry)
         with span("start keeper"):
-            link, keeper = await guest_keeper.start(self.node, begin, image, group, user, self.link)
+            link, keeper = await guest_keeper.start(
+                self.node, begin, image, group, user, self.link, self.log.record.ended_before
+            )
         try:
             entry.keeper_pid, entry.keeper_start_ticks = link.keeper.pid, link.keeper.start_ticks
             self.node.ranks.put(entry)

@@ -1,0 +1,120 @@
+"""Protects a job: takes snapshots at intervals, and rolls the job back when a rank has failed or its node is lost.
+
+Decides when to ask; what is decided, the coordinator decides. It may end and be started again at any time. A failure that
+comes back after a rollback, before the next snapshot, is a fault of the job: after some tries it is passed on, which is what
+the keepers do by themselves when they have waited long enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from migrator import jobs
+from migrator.cluster import Cluster
+from migrator.find_rank import Found, all_ranks
+from migrator.job_protocol import JobVerdict
+from migrator.job_results import JobOptions
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import SnapshotError
+
+LOOK_S = 1.0
+#: A node that does not answer, or a rank that no node has, counts as lost after this time.
+LOST_S = 5.0
+AGAIN_S = 10.0
+
+
+@dataclass
+class Sight:
+    """What was seen of a job, over time."""
+
+    since_s: dict[str, float] = field(default_factory=dict)  # uid of a rank that is missing -> since when
+    nodes: dict[str, str] = field(default_factory=dict)  # uid -> the node that had it last
+
+    def trouble(self, ranks: Sequence[Found], silent: Mapping[str, object], now_s: float) -> str:
+        """What is wrong with the job; empty: nothing, as far as can be seen. `ranks`: all that nodes know of the job."""
+        here = {one.rank.uid: one for one in ranks if one.rank.place == pb.Rank.HERE}
+        for uid, one in here.items():
+            self.nodes[uid] = one.node
+            if one.rank.HasField("failed"):
+                return f"rank {one.rank.rank} on {one.node} failed ({described(one.rank.failed)})"
+        missing = {uid: node for uid, node in self.nodes.items() if uid not in here}
+        self.since_s = {uid: self.since_s.get(uid, now_s) for uid in missing}
+        for uid, node in missing.items():
+            known = node in silent or any(one.rank.uid == uid for one in ranks)
+            if known and now_s - self.since_s[uid] >= LOST_S:
+                return f"{node} lost (does not answer)" if node in silent else f"rank {uid} is not on {node} any more"
+        return ""
+
+    def has_ended(self, ranks: Sequence[Found], silent: Mapping[str, object]) -> bool:
+        """Whether no node knows a rank of the job."""
+        return not ranks and not silent and bool(self.nodes)
+
+
+def described(status: int) -> str:
+    """A wait status in words."""
+    return f"killed by signal {status & 127}" if status & 127 else f"exit status {status >> 8}"
+
+
+class Protection:
+    def __init__(
+        self, cluster: Cluster, options: JobOptions, every_s: float, tries: int, say: Callable[[str], None]
+    ) -> None:
+        self.cluster, self.options, self.every_s, self.tries, self.say = cluster, options, every_s, tries, say
+        self.sight = Sight()
+        self.snapshot_s = 0.0  # when the last one was taken
+        self.failures = 0  # since then
+
+    async def run(self) -> int:
+        """Runs until the job has ended, or has failed too often. Returns the exit code."""
+        next_s = time.monotonic()
+        while True:
+            found, silent = await all_ranks(self.cluster)
+            mine = [one for one in found if self._is_mine(one)]
+            now_s = time.monotonic()
+            if self.sight.has_ended(mine, silent):
+                self.say("the job has ended")
+                return 0
+            if trouble := self.sight.trouble(mine, silent, now_s):
+                if self.failures >= self.tries:
+                    self.say(f"{trouble}, after {self.failures} rollbacks to the same snapshot: it is passed on")
+                    return 1
+                await self._roll_back(trouble)
+            elif now_s >= next_s and mine:
+                next_s = time.monotonic() + (self.every_s if await self._take() else AGAIN_S)
+            await asyncio.sleep(LOOK_S)
+
+    def _is_mine(self, one: Found) -> bool:
+        return one.rank.job == self.options.job and self.options.user_id in (None, one.rank.user_id)
+
+    async def _take(self) -> bool:
+        try:
+            result = await jobs.snapshot(self.cluster, self.options, lambda event: None)
+        except SnapshotError as error:
+            self.say(f"no snapshot was taken: {error.message}")
+            return False
+        if result.outcome is not JobVerdict.SNAPSHOTTED:
+            self.say(f"no snapshot was taken: {result.reason}")
+            return False
+        self.snapshot_s, self.failures = time.monotonic(), 0
+        self.say(f"snapshot {result.record}: {result.bytes >> 20} MiB, paused {result.pause_s:.2f} s")
+        return True
+
+    async def _roll_back(self, trouble: str) -> None:
+        began_s = time.monotonic()
+        self.say(f"{trouble}: rolling the job back")
+        try:
+            result = await jobs.rollback(self.cluster, self.options, lambda event: None)
+        except SnapshotError as error:
+            self.say(f"the job could not be rolled back: {error.message}")
+            await asyncio.sleep(AGAIN_S)
+            return
+        if result.outcome is not JobVerdict.ROLLED_BACK:
+            self.say(f"the job could not be rolled back yet: {result.reason}")
+            return
+        self.failures += 1
+        self.sight = Sight()
+        lost = f" {began_s - self.snapshot_s:.0f} s" if self.snapshot_s else ""
+        self.say(f"rolled back{lost}, down {time.monotonic() - began_s:.1f} s, {trouble}")

@@ -1,0 +1,54 @@
+"""Remembers what a channel of the rank has printed, so that a rank which comes back from a snapshot does not print it again.
+
+Invariant: offsets are those of the stream of the copy that runs now. Output is left out only as long as it is identical to
+what was printed from the same offset on. From the first line that differs everything is printed.
+"""
+
+from __future__ import annotations
+
+MOST_BYTES = 1 << 20
+
+
+class Printed:
+    def __init__(self, base: int = 0) -> None:
+        self._base = base  # of the bytes that are remembered
+        self._data = bytearray()
+        self._expected = b""  # what was printed before, and is left out if it comes again
+
+    @property
+    def end(self) -> int:
+        """The offset of the next byte."""
+        return self._base + len(self._data)
+
+    def add(self, data: bytes) -> None:
+        self._data += data
+        if (beyond := len(self._data) - MOST_BYTES) > 0:
+            del self._data[:beyond]
+            self._base += beyond
+
+    def rewind(self, offset: int) -> None:
+        """The rank has come back from a snapshot, and its stream continues from here. What is not remembered any more is
+        printed again."""
+        if self._base <= offset <= self.end:
+            self._expected = bytes(self._data[offset - self._base :])
+            del self._data[offset - self._base :]
+        else:
+            self._expected, self._base = b"", offset
+            self._data.clear()
+
+    def take(self, data: bytes) -> bytes:
+        """The next bytes of the stream. Returns what is to be printed of them."""
+        expected, known = self._expected, 0
+        most = min(len(expected), len(data))
+        if data[:most] == expected[:most]:
+            known = most
+            self._expected = expected[most:]
+            self.add(data)
+            return data[known:]
+        while known < most and data[known] == expected[known]:
+            known += 1
+        self._expected = b""
+        begun = self._data[-1024:] + data[:known]  # a line that differs is printed whole
+        line = len(begun) - (begun.rfind(b"\n") + 1)
+        self.add(data)
+        return bytes(begun[len(begun) - line :]) + data[known:]

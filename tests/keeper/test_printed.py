@@ -1,0 +1,50 @@
+"""Output that a rank which was rolled back prints again is left out as long as it is the same, and no longer."""
+
+from __future__ import annotations
+
+import pytest
+
+from shim.keeper.printed import MOST_BYTES, Printed
+
+
+def printed(before: bytes, back_to: int) -> Printed:
+    made = Printed()
+    made.add(before)
+    made.rewind(back_to)
+    return made
+
+
+@pytest.mark.parametrize("piece", [1, 3, 100])
+def test_identical_output_is_left_out(piece: int) -> None:
+    again = b"step 2\nstep 3\nstep 4\n"
+    made = printed(b"step 1\nstep 2\nstep 3\n", 7)
+    shown = b"".join(made.take(again[start : start + piece]) for start in range(0, len(again), piece))
+    assert shown == b"step 4\n"
+    assert made.end == 7 + len(again)
+
+
+def test_what_was_printed_beyond_the_repeated_output_does_not_swallow_new_output() -> None:
+    made = printed(b"step 1\nstep 2\nTraceback: connection reset\n", 7)
+    assert made.take(b"step 2\nstep 3\n") == b"step 3\n"
+    assert made.take(b"step 4\n") == b"step 4\n"
+
+
+def test_a_line_that_differs_is_printed_whole() -> None:
+    made = printed(b"step 1\nloss 0.51\nstep 3\n", 7)
+    assert made.take(b"loss 0.5") == b""
+    assert made.take(b"2\nstep 3\n") == b"loss 0.52\nstep 3\n"
+
+
+def test_second_rollback_to_the_same_snapshot() -> None:
+    made = printed(b"a\nb\nerror\n", 2)
+    assert made.take(b"b\nc\n") == b"c\n"
+    made.rewind(2)
+    assert made.take(b"b\nc\nd\n") == b"d\n"
+
+
+def test_output_that_is_not_remembered_is_printed_again() -> None:
+    made = Printed()
+    made.add(b"x" * (MOST_BYTES + 10))
+    made.rewind(5)
+    assert made.end == 5
+    assert made.take(b"xxx") == b"xxx"
