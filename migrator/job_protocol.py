@@ -22,12 +22,15 @@ they are moves like any other, with the same marks (`migrator/protocol.py`), and
 whatever the outcome will be: until the others' images are complete too, their filters drop what it sends, so the cut stays
 consistent. Then the image is sent to the rank's *buddy*, another node, which keeps a copy of it. Both lie in memory. COMMIT,
 which needs all images and all copies, says that the snapshot counts. Then the one before is dropped, and not earlier. The
-last one is dropped when no node knows a rank of the job any more.
+last one is dropped when no node knows a rank of the job any more. A rank that is kept in a snapshot is *bound* to its
+coordinator, which alone may end it, suspend it or take the next snapshot of it; until then it does not move.
 
 **Rollback.** Job.Rollback makes the coordinator of the last snapshot record that the incarnation that runs is over. The
 record has its outcome from the beginning, and that is the decision: from then on no process of that incarnation may run
-anywhere. The coordinator has every node of the cluster end it (Job.EndRanks). A node records that it is over before it ends
-the first process, so copies on their way to it do not run either. Home keepers stay; for them the rank is away. When every
+anywhere. It is refused until every rank is bound, while the job is suspended, and if the job was resumed from a suspension
+since; after it nothing of that incarnation is stored any more. The coordinator has every node of the cluster end it
+(Job.EndRanks). A node records that it is over before it ends the first process, so copies on their way to it do not run
+either, and answers only when none is left, bound or not. Home keepers stay; for them the rank is away. When every
 node has answered, the record is settled, and the job is suspended: its images are those of the snapshot, of each rank the
 image or the copy. It is resumed by the table RESUME, as often as it takes. The snapshot stays, and a newer one replaces it.
 

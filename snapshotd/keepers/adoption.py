@@ -211,8 +211,8 @@ class Adoption:
         await self.lost(entry)
 
     async def lost(self, entry: RankEntry) -> None:
-        """Ends a rank on this node that has no keeper any more, and informs its home keeper if that is on another node: not at
-        once if its job has snapshots, because it may be rolled back."""
+        """Ends a rank on this node that has no keeper any more, and informs its home keeper if that is on another node: not
+        at once if its job has snapshots, because it may be rolled back."""
         await _kill(entry)
         try:
             is_over = await in_thread(self.node.ranks.has_ended, entry)
