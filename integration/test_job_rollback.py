@@ -111,3 +111,32 @@ def test_protected_ddp_job_goes_on_after_a_rank_was_killed(torch_lab: TorchLab) 
         guard.wait()
     until("the snapshot to be removed with its job", lambda: _snapshots(nodes, job.name) == [])
     until("nothing to be left", lambda: not nodes.leftovers())
+
+
+@pytest.mark.timeout(900)
+def test_job_survives_the_loss_and_the_departure_of_its_coordinator(torch_lab: TorchLab) -> None:
+    nodes = torch_lab.cluster
+    job = torch_lab.plain("ddp.py", "--pace-s", "0.05", "--until", "{end}", nodes=(ONE, TWO), name="orphaned")
+    job.await_steps(5)
+    nodes.move(job.agents[0], SPARE, rank=0)
+    _job(nodes, "snapshot", job.name)
+    (known,) = _snapshots(nodes, job.name)
+    assert known["coordinator"] == SPARE
+    job.await_progress(3)
+    nodes.lab.crash(SPARE)
+    answer = _job(nodes, "rollback", job.name, "--lost", SPARE)
+    assert {rank["rank"]: rank["node"] for rank in answer["ranks"]} == {0: ONE, 1: TWO}
+    job.await_progress(3)
+    nodes.lab.boot(SPARE)
+    assert len(nodes.processes_of(str(job.end))) == 2
+
+    nodes.move(job.agents[0], SPARE, rank=1)  # from the node that coordinates the job since
+    second = _job(nodes, "snapshot", job.name)
+    assert second["coordinator"] == ONE, "the node that has no rank of the job any more may be switched off"
+    _job(nodes, "rollback", job.name)
+    job.await_progress(3)
+    job.end.touch()
+    job.assert_whole()
+    torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
+    until("the snapshots to be removed with their job", lambda: _snapshots(nodes, job.name) == [])
+    until("nothing to be left", lambda: not nodes.leftovers())

@@ -43,6 +43,7 @@ from snapshotd.moves.jobs.coordinator import JobSteps
 from snapshotd.moves.jobs.ending import Endings
 from snapshotd.moves.jobs.home_keepers import HomeKeepers
 from snapshotd.moves.jobs.images import StoredImages
+from snapshotd.moves.jobs.succession import Succession
 from snapshotd.moves.jobs.tether import Tether
 from snapshotd.moves.jobs.watch import Watch
 from snapshotd.moves.journal import Journal, MoveLog
@@ -108,6 +109,7 @@ class Daemon:
         self.source = SourceSteps(self.node, self.peer.pending, Communicators(self.node, self.members))
         self.forwarding = Forwarding(self.node, self.source.departure.forwarded)
         self.target = TargetSteps(self.node, self.relays, self.forwarding)
+        self.succession = Succession(self.node, self.jobs, self.images, self.source, self.target)
         self.adoption = Adoption(self.node, self.source, self.target, self.relays, self.forwarding)
         self.history = History(self.node, [self.source, self.target, self.peer, self.gates, self.jobs])
         self.diagnosis = Diagnosis(self.node)
@@ -138,7 +140,7 @@ class Daemon:
         services.add("Peer", PeerServicer(self.peer, self.forwarding))
         services.add("Gate", GateServicer(self.gates, self.members))
         services.add("Home", HomeServicer(self.relays))
-        services.add("Job", JobServicer(self.jobs, self.endings))
+        services.add("Job", JobServicer(self.jobs, self.endings, self.succession))
 
         async def authorise(context: Context, move: str) -> None:
             self.target.authorise_source(move, context.caller.name)

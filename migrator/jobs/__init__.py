@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from migrator.cluster import Cluster
 from migrator.find_rank import Found
 from migrator.job_results import JobOptions, JobResult
-from migrator.jobs.finding import coordinator_of, find_running, find_suspended
+from migrator.jobs.finding import find_running, find_suspended, snapshot_of
 from migrator.jobs.resume import Resumption
 from migrator.jobs.rollback import rollback
 from migrator.jobs.snapshot import Snapshot
+from migrator.jobs.succession import hand_over
 from migrator.jobs.suspend import Suspension
 from migrator.jobs.walk import drive
 from migrator.results import Event
@@ -44,8 +45,14 @@ async def snapshot(cluster: Cluster, options: JobOptions, on_event: Callable[[Ev
 
 async def _coordinator(cluster: Cluster, found: Sequence[Found]) -> str:
     """The node that keeps the job's last snapshot: no other one may suspend it or take the next one. If there is none, the
-    node of the lowest rank."""
-    return await coordinator_of(cluster, {one.rank.uid for one in found}) or found[0].node
+    node of the lowest rank. A coordinator that has no rank of the job any more hands it over to that one first: it may be
+    about to be switched off, and then all ranks would end."""
+    known = await snapshot_of(cluster, {one.rank.uid for one in found})
+    if known is None:
+        return found[0].node
+    if known.node not in {one.node for one in found}:
+        known = await hand_over(cluster, known, found[0].node)
+    return known.node
 
 
 async def resume(cluster: Cluster, options: JobOptions, on_event: Callable[[Event], None]) -> JobResult:

@@ -31,7 +31,9 @@ class JobEntry:
     @property
     def is_snapshot(self) -> bool:
         """Whether it is a complete snapshot that was not given up."""
-        return self.record.kind == "snapshot" and self.record.outcome == pb.COMMIT and not self.record.ended_by
+        record = self.record
+        counts = record.outcome == pb.COMMIT and not record.ended_by and not record.handed_to
+        return record.kind == "snapshot" and counts
 
 
 async def find_running(cluster: Cluster, job: str, user_id: int | None) -> tuple[list[Found], list[str]]:
@@ -111,11 +113,11 @@ async def image_sizes(cluster: Cluster) -> dict[tuple[str, str], int]:
     }
 
 
-async def coordinator_of(cluster: Cluster, uids: Collection[str]) -> str:
-    """The node that keeps the newest snapshot of the job with these ranks; empty: there is none."""
+async def snapshot_of(cluster: Cluster, uids: Collection[str]) -> JobEntry | None:
+    """The newest snapshot of the job with these ranks, and the node that coordinates it."""
     found, _ = await all_jobs(cluster)
     mine = [one for one in found if one.is_snapshot and any(part.rank_uid in uids for part in one.record.participants)]
-    return mine[0].node if mine else ""
+    return mine[0] if mine else None
 
 
 def mine_of(found: Iterable[JobEntry], job: str, user_id: int | None) -> list[JobEntry]:

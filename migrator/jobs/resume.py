@@ -110,7 +110,7 @@ class Resumption(JobRun):
             request = pb.ExamineRequest(facts=self.images[part.rank_uid].facts)
             reply = await (await self.client(part.node)).target.Examine(request, timeout_s=timeout_s)
             name = f"rank {part.rank} on {part.node}"
-            stays = part.node == part.image_node
+            stays = part.node in {part.image_node, self.images[part.rank_uid].facts.source_node}
             checks.extend((name, check) for check in reply.checks if not (stays and check.name == _TARGET_NODE))
             if self.suspended.kind != "rollback":  # its home node may be the one that was lost
                 checks.append((f"rank {part.rank}", homes.check(suspended[part.rank_uid], kept, silent)))

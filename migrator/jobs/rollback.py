@@ -20,6 +20,7 @@ from migrator.job_results import JobOptions, JobResult
 from migrator.jobs import homes
 from migrator.jobs.finding import JobEntry, all_jobs, mine_of
 from migrator.jobs.resume import Resumption
+from migrator.jobs.succession import take_over, tell_all
 from migrator.jobs.walk import drive, each, new_id
 from migrator.results import Event
 from snapshotd.api import snapshotd_pb2 as pb
@@ -65,12 +66,16 @@ class Place:
 async def _decide(cluster: Cluster, mine: Sequence[JobEntry], options: JobOptions) -> tuple[JobEntry, dict[int, str]]:
     """Has the coordinator decide the rollback. Returns its record, and the target of each rank."""
     snapshots = [entry for entry in mine if entry.is_snapshot]
+    if not snapshots and options.lost and (taken := await take_over(cluster, options)) is not None:
+        snapshots = [taken]
     if not snapshots:
         raise NotFound(
             f"no node that answers keeps a snapshot of job {options.job}",
             remedy="`migrator job list` shows the snapshots; the node that keeps the record may not answer",
         )
     entry = _of_one_job(snapshots, options.job)
+    for node in options.lost:  # it may have been the coordinator, also if the record was taken over before
+        await tell_all(cluster, entry.record, node, entry.node, options.lost)
     infos = await node_infos(cluster)
     usable = [node for node in cluster.nodes if node in infos and node not in options.lost]
     places = await _places(cluster, entry.record, usable)
@@ -136,15 +141,15 @@ def targets(
     labels: Mapping[str, Mapping[str, str]],
 ) -> dict[int, str]:
     """The node of each rank: the one that --on names, else its own, else a spare, else the one that has its image."""
-    taken = {part.node for part in record.participants}
+    taken = {places[part.rank].facts.source_node for part in record.participants}
     spares = [node for node in usable if node not in taken]
     spares.sort(key=lambda node: labels.get(node, {}).get("spare", "") != "dedicated")
     chosen = {}
     for part in record.participants:
         if part.rank in on:
             chosen[part.rank] = on[part.rank]
-        elif part.node in usable:
-            chosen[part.rank] = part.node
+        elif (own := places[part.rank].facts.source_node) in usable:
+            chosen[part.rank] = own
         else:
             chosen[part.rank] = spares.pop(0) if spares else places[part.rank].node
     return chosen

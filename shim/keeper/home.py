@@ -158,6 +158,8 @@ class HomeKeeper:
                 self._go_away(move, str(fields.get("node", "")))
             case "protect":
                 self._failure.is_on = True
+            case "say":
+                _say(str(fields.get("text", "")))
             case "kill":
                 self._kill()
             case "bye" if self._is_telling:

@@ -85,6 +85,10 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Job/Rollback": _OPERATOR,
     "/snapshotd.v1.Job/MayRun": _NODE,
     "/snapshotd.v1.Job/EndRanks": _NODE,
+    "/snapshotd.v1.Job/ListKept": _OPERATOR,
+    "/snapshotd.v1.Job/HandOver": _OPERATOR,
+    "/snapshotd.v1.Job/Adopt": _OPERATOR,
+    "/snapshotd.v1.Job/Succeed": _OPERATOR,
 }
 
 #: Of a longer message only the beginning and the end are sent: it must fit twice into the limits of api/channel.py.

@@ -326,6 +326,10 @@ class JobCalls:
         self.Rollback = Unary(link, path + "Rollback", pb.RollbackRequest, pb.Outcome)
         self.MayRun = Unary(link, path + "MayRun", pb.MayRunRequest, pb.MayRunReply)
         self.EndRanks = Unary(link, path + "EndRanks", pb.EndRanksRequest, pb.EndRanksReply)
+        self.ListKept = Unary(link, path + "ListKept", pb.ListKeptRequest, pb.ListKeptReply)
+        self.HandOver = Unary(link, path + "HandOver", pb.HandOverRequest, pb.Outcome)
+        self.Adopt = Unary(link, path + "Adopt", pb.AdoptRequest, pb.Outcome)
+        self.Succeed = Unary(link, path + "Succeed", pb.SucceedRequest, pb.SucceedReply)
 
 
 class HomeCalls:

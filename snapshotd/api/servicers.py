@@ -16,6 +16,7 @@ from snapshotd.keepers.relay import Relays
 from snapshotd.moves.jobs.coordinator import JobSteps
 from snapshotd.moves.jobs.ending import Endings
 from snapshotd.moves.jobs.images import StoredImages
+from snapshotd.moves.jobs.succession import Succession
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.nccl.gates import GateSteps
 from snapshotd.moves.nccl.members import Members
@@ -319,8 +320,8 @@ class GateServicer:
 
 
 class JobServicer:
-    def __init__(self, steps: JobSteps, endings: Endings) -> None:
-        self.steps, self.endings = steps, endings
+    def __init__(self, steps: JobSteps, endings: Endings, succession: Succession) -> None:
+        self.steps, self.endings, self.succession = steps, endings, succession
 
     async def Begin(self, request: pb.BeginJobRequest, context: Context) -> pb.BeginJobReply:
         return await self.steps.begin(request)
@@ -351,6 +352,18 @@ class JobServicer:
 
     async def EndRanks(self, request: pb.EndRanksRequest, context: Context) -> pb.EndRanksReply:
         return await self.endings.end(request, context.caller.name)
+
+    async def ListKept(self, request: pb.ListKeptRequest, context: Context) -> pb.ListKeptReply:
+        return await self.succession.kept()
+
+    async def HandOver(self, request: pb.HandOverRequest, context: Context) -> pb.Outcome:
+        return await self.succession.hand_over(request.record, request.successor, str(context.caller))
+
+    async def Adopt(self, request: pb.AdoptRequest, context: Context) -> pb.Outcome:
+        return await self.succession.adopt(request, str(context.caller))
+
+    async def Succeed(self, request: pb.SucceedRequest, context: Context) -> pb.SucceedReply:
+        return await self.succession.succeed(request, str(context.caller))
 
 
 class HomeServicer:

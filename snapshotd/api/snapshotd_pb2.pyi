@@ -2495,6 +2495,7 @@ class Outcome(_message.Message):
     SETTLED_FIELD_NUMBER: _builtins.int
     ABANDONED_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
+    HANDED_TO_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     TETHERED_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
@@ -2511,6 +2512,8 @@ class Outcome(_message.Message):
     """communicators that are down can never be built again: a member has ended, say"""
     stored: _builtins.bool
     """a rank that is being suspended: its whole image is here, and its process still exists"""
+    handed_to: _builtins.str
+    """a snapshot: the node that coordinates it now"""
     ended: _builtins.str
     """a resumption: the last records by which copies of the job that ran were ended, separated by spaces"""
     tethered: _builtins.bool
@@ -2528,13 +2531,14 @@ class Outcome(_message.Message):
         settled: _builtins.bool = ...,
         abandoned: _builtins.bool = ...,
         stored: _builtins.bool = ...,
+        handed_to: _builtins.str = ...,
         ended: _builtins.str = ...,
         tethered: _builtins.bool = ...,
         dropped: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "decided_by", b"decided_by", "dropped", b"dropped", "ended", b"ended", "kind", b"kind", "reason", b"reason", "settled", b"settled", "stored", b"stored", "tethered", b"tethered", "token", b"token", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "decided_by", b"decided_by", "dropped", b"dropped", "ended", b"ended", "handed_to", b"handed_to", "kind", b"kind", "reason", b"reason", "settled", b"settled", "stored", b"stored", "tethered", b"tethered", "token", b"token", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3397,6 +3401,215 @@ class DropJobRequest(_message.Message):
 Global___DropJobRequest: _TypeAlias = DropJobRequest  # noqa: Y015
 
 @_typing.final
+class ListKeptRequest(_message.Message):
+    """The images of snapshots that a node keeps. They are enough to replace the record of a coordinator that is lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListKeptRequest: _TypeAlias = ListKeptRequest  # noqa: Y015
+
+@_typing.final
+class ListKeptReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptImage]: ...
+    def __init__(
+        self,
+        *,
+        images: _abc.Iterable[Global___KeptImage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListKeptReply: _TypeAlias = ListKeptReply  # noqa: Y015
+
+@_typing.final
+class KeptImage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGE_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    IS_COPY_FIELD_NUMBER: _builtins.int
+    RANK_UID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    USER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    COORDINATOR_NODE_FIELD_NUMBER: _builtins.int
+    BEGUN_UNIX_S_FIELD_NUMBER: _builtins.int
+    image: _builtins.str
+    record: _builtins.str
+    """of the snapshot"""
+    is_copy: _builtins.bool
+    """the rank's buddy keeps it"""
+    rank_uid: _builtins.str
+    rank: _builtins.int
+    job: _builtins.str
+    user_id: _builtins.int
+    incarnation: _builtins.str
+    coordinator_node: _builtins.str
+    begun_unix_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        image: _builtins.str = ...,
+        record: _builtins.str = ...,
+        is_copy: _builtins.bool = ...,
+        rank_uid: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        job: _builtins.str = ...,
+        user_id: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        coordinator_node: _builtins.str = ...,
+        begun_unix_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "coordinator_node", b"coordinator_node", "image", b"image", "incarnation", b"incarnation", "is_copy", b"is_copy", "job", b"job", "rank", b"rank", "rank_uid", b"rank_uid", "record", b"record", "user_id", b"user_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptImage: _TypeAlias = KeptImage  # noqa: Y015
+
+@_typing.final
+class HandOverRequest(_message.Message):
+    """Asked of a coordinator that is about to leave: from then on it never rolls the job back to this snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    SUCCESSOR_FIELD_NUMBER: _builtins.int
+    record: _builtins.str
+    """of the snapshot"""
+    successor: _builtins.str
+    """node"""
+    def __init__(
+        self,
+        *,
+        record: _builtins.str = ...,
+        successor: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "successor", b"successor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOverRequest: _TypeAlias = HandOverRequest  # noqa: Y015
+
+@_typing.final
+class AdoptRequest(_message.Message):
+    """Asked of the successor: it keeps the record of a complete snapshot from then on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    USER_ID_FIELD_NUMBER: _builtins.int
+    PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    FORMER_FIELD_NUMBER: _builtins.int
+    FORMER_ENDPOINT_FIELD_NUMBER: _builtins.int
+    record: _builtins.str
+    job: _builtins.str
+    user_id: _builtins.int
+    former: _builtins.str
+    """the coordinator before"""
+    former_endpoint: _builtins.str
+    @_builtins.property
+    def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
+        """all nodes of the cluster"""
+
+    def __init__(
+        self,
+        *,
+        record: _builtins.str = ...,
+        job: _builtins.str = ...,
+        user_id: _builtins.int = ...,
+        participants: _abc.Iterable[Global___Participant] | None = ...,
+        nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
+        former: _builtins.str = ...,
+        former_endpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["former", b"former", "former_endpoint", b"former_endpoint", "job", b"job", "nodes", b"nodes", "participants", b"participants", "record", b"record", "user_id", b"user_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdoptRequest: _TypeAlias = AdoptRequest  # noqa: Y015
+
+@_typing.final
+class SucceedRequest(_message.Message):
+    """Asked of every node: what is bound to a coordinator that is lost, or has handed the job over, is bound to its successor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    FORMER_FIELD_NUMBER: _builtins.int
+    FORMER_ENDPOINT_FIELD_NUMBER: _builtins.int
+    SUCCESSOR_FIELD_NUMBER: _builtins.int
+    SUCCESSOR_ENDPOINT_FIELD_NUMBER: _builtins.int
+    RANK_UIDS_FIELD_NUMBER: _builtins.int
+    record: _builtins.str
+    former: _builtins.str
+    """node"""
+    former_endpoint: _builtins.str
+    successor: _builtins.str
+    """node"""
+    successor_endpoint: _builtins.str
+    @_builtins.property
+    def rank_uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        record: _builtins.str = ...,
+        former: _builtins.str = ...,
+        former_endpoint: _builtins.str = ...,
+        successor: _builtins.str = ...,
+        successor_endpoint: _builtins.str = ...,
+        rank_uids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["former", b"former", "former_endpoint", b"former_endpoint", "rank_uids", b"rank_uids", "record", b"record", "successor", b"successor", "successor_endpoint", b"successor_endpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SucceedRequest: _TypeAlias = SucceedRequest  # noqa: Y015
+
+@_typing.final
+class SucceedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SucceedReply: _TypeAlias = SucceedReply  # noqa: Y015
+
+@_typing.final
 class ListJobsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3452,6 +3665,8 @@ class JobRecord(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    HANDED_TO_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -3472,8 +3687,14 @@ class JobRecord(_message.Message):
     """"snapshot", "rollback", or empty: a suspension or resumption"""
     snapshot: _builtins.str
     """of a rollback: the snapshot whose images are the job now"""
+    handed_to: _builtins.str
+    """of a snapshot: the node that coordinates it now"""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
+        """of a snapshot: all nodes of the cluster"""
+
     def __init__(
         self,
         *,
@@ -3492,10 +3713,12 @@ class JobRecord(_message.Message):
         ranks: _builtins.int = ...,
         kind: _builtins.str = ...,
         snapshot: _builtins.str = ...,
+        handed_to: _builtins.str = ...,
+        nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "decided_by", b"decided_by", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "job", b"job", "kind", b"kind", "outcome", b"outcome", "participants", b"participants", "ranks", b"ranks", "reason", b"reason", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "decided_by", b"decided_by", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "nodes", b"nodes", "outcome", b"outcome", "participants", b"participants", "ranks", b"ranks", "reason", b"reason", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1809,6 +1809,26 @@ class JobStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.EndRanksRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.EndRanksReply.FromString,
                 _registered_method=True)
+        self.ListKept = channel.unary_unary(
+                '/snapshotd.v1.Job/ListKept',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ListKeptRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ListKeptReply.FromString,
+                _registered_method=True)
+        self.HandOver = channel.unary_unary(
+                '/snapshotd.v1.Job/HandOver',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.HandOverRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+                _registered_method=True)
+        self.Adopt = channel.unary_unary(
+                '/snapshotd.v1.Job/Adopt',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.AdoptRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+                _registered_method=True)
+        self.Succeed = channel.unary_unary(
+                '/snapshotd.v1.Job/Succeed',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SucceedRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.SucceedReply.FromString,
+                _registered_method=True)
 
 
 class JobServicer:
@@ -1887,6 +1907,34 @@ class JobServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListKept(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HandOver(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Adopt(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Succeed(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1939,6 +1987,26 @@ def add_JobServicer_to_server(servicer, server):
                     servicer.EndRanks,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.EndRanksRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.EndRanksReply.SerializeToString,
+            ),
+            'ListKept': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListKept,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ListKeptRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ListKeptReply.SerializeToString,
+            ),
+            'HandOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOver,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.HandOverRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.SerializeToString,
+            ),
+            'Adopt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Adopt,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.AdoptRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.Outcome.SerializeToString,
+            ),
+            'Succeed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Succeed,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.SucceedRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SucceedReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -2214,6 +2282,114 @@ class Job:
             '/snapshotd.v1.Job/EndRanks',
             snapshotd_dot_api_dot_snapshotd__pb2.EndRanksRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.EndRanksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListKept(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/ListKept',
+            snapshotd_dot_api_dot_snapshotd__pb2.ListKeptRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.ListKeptReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/HandOver',
+            snapshotd_dot_api_dot_snapshotd__pb2.HandOverRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Adopt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/Adopt',
+            snapshotd_dot_api_dot_snapshotd__pb2.AdoptRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.Outcome.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Succeed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/Succeed',
+            snapshotd_dot_api_dot_snapshotd__pb2.SucceedRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.SucceedReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -556,6 +556,14 @@ class JobStub:
     """node"""
     EndRanks: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.EndRanksRequest, _snapshotd_pb2.EndRanksReply]
     """node"""
+    ListKept: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.ListKeptRequest, _snapshotd_pb2.ListKeptReply]
+    """operator"""
+    HandOver: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.HandOverRequest, _snapshotd_pb2.Outcome]
+    """operator"""
+    Adopt: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.AdoptRequest, _snapshotd_pb2.Outcome]
+    """operator"""
+    Succeed: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.SucceedRequest, _snapshotd_pb2.SucceedReply]
+    """operator"""
 
 @_typing.type_check_only
 class JobAsyncStub(JobStub):
@@ -585,6 +593,14 @@ class JobAsyncStub(JobStub):
     """node"""
     EndRanks: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.EndRanksRequest, _snapshotd_pb2.EndRanksReply]  # type: ignore[assignment]
     """node"""
+    ListKept: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.ListKeptRequest, _snapshotd_pb2.ListKeptReply]  # type: ignore[assignment]
+    """operator"""
+    HandOver: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.HandOverRequest, _snapshotd_pb2.Outcome]  # type: ignore[assignment]
+    """operator"""
+    Adopt: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.AdoptRequest, _snapshotd_pb2.Outcome]  # type: ignore[assignment]
+    """operator"""
+    Succeed: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.SucceedRequest, _snapshotd_pb2.SucceedReply]  # type: ignore[assignment]
+    """operator"""
 
 class JobServicer(metaclass=_abc_1.ABCMeta):
     """---------------------------------------------------------------- suspending and resuming a whole job
@@ -671,6 +687,38 @@ class JobServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.EndRanksReply, _abc.Awaitable[_snapshotd_pb2.EndRanksReply]]:
         """node"""
+
+    @_abc_1.abstractmethod
+    def ListKept(
+        self,
+        request: _snapshotd_pb2.ListKeptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.ListKeptReply, _abc.Awaitable[_snapshotd_pb2.ListKeptReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def HandOver(
+        self,
+        request: _snapshotd_pb2.HandOverRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.Outcome, _abc.Awaitable[_snapshotd_pb2.Outcome]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Adopt(
+        self,
+        request: _snapshotd_pb2.AdoptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.Outcome, _abc.Awaitable[_snapshotd_pb2.Outcome]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Succeed(
+        self,
+        request: _snapshotd_pb2.SucceedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.SucceedReply, _abc.Awaitable[_snapshotd_pb2.SucceedReply]]:
+        """operator"""
 
 def add_JobServicer_to_server(servicer: JobServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -101,6 +101,10 @@ class KeeperLink:
         """The rank's job has a snapshot: its keeper holds a failure of the rank back for a while."""
         await self.send(encode("protect"))
 
+    async def say(self, text: str) -> None:
+        """Home: prints a message where the launcher's user sees it. A keeper of an older version does not."""
+        await self.send(encode("say", {"text": text[:1000]}))
+
     async def kill(self) -> None:
         """Makes the keeper kill the rank and exit. Returns once the link is closed. Idempotent."""
         if self.closed.is_set():

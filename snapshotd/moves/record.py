@@ -162,6 +162,14 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     ends: str = msgspec.field(default="", name="ends_incarnation")  # the incarnation that may not run any more
     lost_nodes: list[str] = []  # which an operator has declared dead
 
+    # job: a snapshot
+    handed_to: str = ""  # the node that coordinates it now
+    adopted_from: str = ""  # the node that coordinated it before
+
+    # an image of a snapshot
+    successor_node: str = ""  # of its coordinator
+    successor_endpoint: str = ""
+
     # source of a rank that was suspended
     resumed_node: str = ""  # where its image was last sent
     resumed_endpoint: str = ""
@@ -232,6 +240,10 @@ class Fields(TypedDict, total=False):
     snapshot: str
     ends: str
     lost_nodes: list[str]
+    handed_to: str
+    adopted_from: str
+    successor_node: str
+    successor_endpoint: str
     resumed_node: str
     resumed_endpoint: str
     dropped: str

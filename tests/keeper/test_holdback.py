@@ -76,3 +76,13 @@ async def test_home_keeper_of_a_protected_rank_that_ends_well_ends_at_once(node:
     await keeper.communicate(b"\n")
     assert keeper.returncode == 0
     await until(lambda: True)
+
+
+async def test_home_keeper_prints_what_the_daemon_tells_it(node: Node) -> None:
+    keeper = await node.launch(*python("import sys\nsys.stdin.readline()"))
+    link = await node.reported("connected")
+    await link.say("rank 0 was ended on node-1")
+    await link.hold("m-0123456789ab")
+    await link.resume("m-0123456789ab")
+    _, errors = await keeper.communicate(b"\n")
+    assert b"migrator run: rank 0 was ended on node-1" in errors

@@ -124,3 +124,17 @@ async def test_coordinator_that_cannot_be_asked_for_lack_of_descriptors_is_silen
     await place.tether.look()
     place.answer_error = OSError(24, "Too many open files")
     assert await place.after(job_rules.CUT_OFF_S + 1) == [UID]
+
+
+async def test_launcher_is_told_why_its_rank_has_ended(place: Place) -> None:
+    said: list[str] = []
+
+    async def say(text: str) -> None:
+        said.append(text)
+
+    place.entry.role, place.entry.link = "home", SimpleNamespace(say=say)  # type: ignore[assignment]
+    await place.tether.look()
+    place.answer = None
+    assert await place.after(job_rules.CUT_OFF_S + 1) == [UID]
+    assert "node-1 has been silent for 16 s" in said[0]
+    assert "migrator job rollback train" in said[0]

@@ -51,7 +51,7 @@ class JobSteps(Steps):
         super().__init__(node.journal)
         self.node = node
         self.rollbacks = Rollbacks(node, self.moves)
-        self._deciding = asyncio.Lock()  # of two resumptions of one job, at most one begins, and at most one commits
+        self.deciding = asyncio.Lock()  # of two resumptions of one job, at most one begins, and at most one commits
 
     # ------------------------------------------------------------------ the driver's steps
 
@@ -82,7 +82,7 @@ class JobSteps(Steps):
             kind="snapshot" if request.snapshot else "",
         )
         nodes = [ClusterNode.of(node) for node in request.nodes]
-        async with self._deciding:
+        async with self.deciding:
             await in_thread(self._must_be_possible, request, parts)
             move_log = await in_thread(self.journal.begin, begin)
             await in_thread(move_log.mark, Mark.BEGUN, participants=parts, suspension=request.suspension, nodes=nodes)
@@ -157,7 +157,7 @@ class JobSteps(Steps):
         """Records COMMIT. That of a resumption only if the job is still suspended: it was neither resumed nor dropped. That
         of a suspension or a snapshot only if the job was not rolled back meanwhile: what it has stored is of an incarnation
         that is over."""
-        async with self._deciding:
+        async with self.deciding:
             if suspension := move_log.record.suspension:
                 ended = await in_thread(records.ended_by, self.journal, self.journal.get(suspension))
                 if ended:
@@ -195,7 +195,7 @@ class JobSteps(Steps):
         A snapshot is dropped if no other node knows a rank of its job any more."""
         moving = self.moving(record)
         if moving.log.begin.kind == "snapshot":
-            async with self._deciding:
+            async with self.deciding:
                 await snapshots.must_have_ended(self.node, moving.log, lost_nodes)
                 await self.give_up(moving.log, reason)
             return pb.DropImageReply()
@@ -203,7 +203,7 @@ class JobSteps(Steps):
             moving.wake()
             await asyncio.wait([moving.settling])  # the loop that carried out the suspension is about to end
         async with self.ending(moving, "drop"):
-            async with self._deciding:
+            async with self.deciding:
                 if await in_thread(self._may_drop, moving.log):
                     # Not SETTLED: the settle loop, also of a restarted daemon, goes on until all nodes have confirmed it.
                     await in_thread(moving.log.mark, Mark.BEGUN, dropped=reason)
@@ -246,7 +246,7 @@ class JobSteps(Steps):
     @step
     async def rollback(self, request: pb.RollbackRequest, by: str) -> pb.Outcome:
         """Decides that the incarnation that runs now is over, and begins to end it. Idempotent."""
-        move_log = await self.rollbacks.begin(request, by, self._deciding)
+        move_log = await self.rollbacks.begin(request, by, self.deciding)
         if move_log.move not in self.moves and not move_log.ended_unix_s:
             self._track(move_log).wake()
         return self._outcome_of(move_log)
@@ -361,9 +361,10 @@ class JobSteps(Steps):
 
     def _outcome_of(self, move_log: MoveLog) -> pb.Outcome:
         decided = move_log.outcome
-        dropped = move_log.whole().dropped if move_log.begin.kind == "snapshot" else ""
+        whole = move_log.whole()
+        dropped = whole.dropped if move_log.begin.kind == "snapshot" else ""
         if decided is None:
-            ended, tethered = records.before(self.journal, move_log.whole().suspension)
+            ended, tethered = records.before(self.journal, whole.suspension)
             return pb.Outcome(kind=pb.UNDECIDED, ended=ended, tethered=tethered)
         return pb.Outcome(
             kind=pb.OutcomeKind.Value(decided.outcome.value),
@@ -371,4 +372,5 @@ class JobSteps(Steps):
             decided_by=decided.decided_by,
             settled=move_log.last_mark is Mark.SETTLED,
             dropped=dropped,
+            handed_to=whole.handed_to,
         )

@@ -39,6 +39,8 @@ def all_records(journal: Journal, moves: Mapping[str, Moving]) -> list[pb.JobRec
                 ended_by=by,
                 kind=begin.kind,
                 snapshot=record.snapshot,
+                handed_to=record.handed_to,
+                nodes=[node.to_proto() for node in record.nodes] if begin.kind == "snapshot" and not is_over else [],
             )
         )
     return found

@@ -46,8 +46,20 @@ def current(journal: Journal) -> list[MoveLog]:
     return [
         one
         for one in journal.all()
-        if (one.begin.role, one.begin.kind) == ("job", "snapshot") and one.committed and not one.whole().dropped
+        if (one.begin.role, one.begin.kind) == ("job", "snapshot") and one.committed and is_current(one)
     ]
+
+
+def handed_over(journal: Journal) -> list[MoveLog]:
+    """The snapshots that another node coordinates now, and may still need."""
+    mine = [one for one in journal.all() if (one.begin.role, one.begin.kind) == ("job", "snapshot") and one.committed]
+    return [one for one in mine if one.whole().handed_to and not one.whole().dropped]
+
+
+def is_current(snapshot: MoveLog) -> bool:
+    """Whether a complete snapshot was neither given up nor handed over to another coordinator."""
+    known = snapshot.whole()
+    return not known.dropped and not known.handed_to
 
 
 def replaced_by(journal: Journal, newer: MoveLog) -> list[MoveLog]:

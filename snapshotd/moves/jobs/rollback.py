@@ -83,6 +83,8 @@ class Rollbacks:
             names = {node.name for node in nodes}
             nodes += [node for node in whole.nodes if node.name not in names]
             uids = [part.rank_uid for part in whole.participants]
+            if whole.adopted_from and ends == whole.participants[0].incarnation:
+                ends = await self._runs_now(nodes, uids, ends)
             await self._must_be_of(nodes, uids, ends, snapshot)
             await self._end_snapshots(snapshot)
             begin, here = snapshot.begin, (self.node.config.node, self.node.config.advertise)
@@ -159,18 +161,31 @@ class Rollbacks:
                 where=Where.UNTOUCHED,
             )
 
+    async def _runs_now(self, nodes: Iterable[ClusterNode], uids: Sequence[str], default: str) -> str:
+        """The incarnation of a job whose former coordinator is lost: it may have rolled the job back before."""
+        found = {
+            rank.incarnation
+            for node in nodes
+            for rank in await self._ranks_on(node)
+            if rank.uid in uids and rank.place == pb.Rank.HERE
+        }
+        return found.pop() if len(found) == 1 else default
+
+    async def _ranks_on(self, node: ClusterNode) -> Sequence[pb.Rank]:
+        """Empty if the node does not answer."""
+        try:
+            async with self.node.client(node.name, node.endpoint) as client:
+                return (await client.node.ListRanks(pb.ListRanksRequest(brief=True), timeout_s=ASK_S)).ranks
+        except SnapshotError:
+            return ()
+
     async def _must_be_of(
         self, nodes: Iterable[ClusterNode], uids: Sequence[str], ends: str, snapshot: MoveLog
     ) -> None:
         """Raises WrongState if a node has ranks of the job that are of another incarnation: the job was suspended and resumed
         since the snapshot, and only the coordinator of that resumption could end it."""
         for node in nodes:
-            try:
-                async with self.node.client(node.name, node.endpoint) as client:
-                    found = await client.node.ListRanks(pb.ListRanksRequest(brief=True), timeout_s=ASK_S)
-            except SnapshotError:
-                continue
-            for rank in found.ranks:
+            for rank in await self._ranks_on(node):
                 if rank.uid in uids and rank.place == pb.Rank.SUSPENDED:
                     raise WrongState(
                         f"job {snapshot.begin.job} is suspended: {node.name} has the image of rank {rank.rank}",

@@ -8,6 +8,7 @@ lets another copy of the rank run. A daemon that is down cannot do this: the coo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 
@@ -80,6 +81,12 @@ class Tether:
         for entry in entries:
             log.error("rank %s is ended: %s", entry.uid, why)
             await in_thread(self.node.ranks.end, entry.uid, entry.incarnation, entry.coordinator_node)
+            if entry.role == "home" and entry.link is not None:
+                with contextlib.suppress(SnapshotError):
+                    await entry.link.say(
+                        f"rank {entry.rank} was ended on {self.node.config.node}: {why}. Its keeper waits for it: unless"
+                        f" the job is rolled back already, `migrator job rollback {entry.job}` brings it back"
+                    )
         await asyncio.gather(*(self.endings.try_to_end(entry, why) for entry in entries))
 
     def _remember(self) -> None:

@@ -36,15 +36,35 @@ class Watch:
         for snapshot in await in_thread(records.current, self.node.journal):
             if snapshot.ended_unix_s and not await snapshots.why_needed(self.node, snapshot):
                 await self.jobs.give_up(snapshot, "the job has ended")
+        for snapshot in await in_thread(records.handed_over, self.node.journal):
+            if await self._successor_has_forgotten(snapshot):
+                await in_thread(snapshot.mark, snapshot.last_mark, dropped="its successor does not need it any more")
         for move_log in self.images.of_snapshots():
             if reason := await self._given_up(move_log):
-                await self.images.drop(move_log.move, reason, move_log.begin.coordinator_node)
+                await self.images.drop(move_log.move, reason, "")
+
+    async def _successor_has_forgotten(self, snapshot: MoveLog) -> bool:
+        whole = await in_thread(snapshot.whole)
+        endpoint = next((node.endpoint for node in whole.nodes if node.name == whole.handed_to), "")
+        if not endpoint:
+            return False
+        try:
+            async with self.node.client(whole.handed_to, endpoint) as client:
+                found = await client.job.GetOutcome(pb.MoveRequest(move=snapshot.move), timeout_s=ASK_S)
+        except NotFound:
+            return True
+        except SnapshotError:
+            return False
+        return bool(found.dropped)
 
     async def _given_up(self, move_log: MoveLog) -> str:
         """Why the coordinator of an image does not need it any more; empty: it does, or does not answer."""
-        begin = move_log.begin
+        begin, whole = move_log.begin, await in_thread(move_log.whole)
+        node, endpoint = begin.coordinator_node, begin.coordinator_endpoint
+        if whole.successor_node:
+            node, endpoint = whole.successor_node, whole.successor_endpoint
         try:
-            async with self.node.client(begin.coordinator_node, begin.coordinator_endpoint) as client:
+            async with self.node.client(node, endpoint) as client:
                 found = await client.job.GetOutcome(pb.MoveRequest(move=begin.coordinator), timeout_s=ASK_S)
         except NotFound:
             return "its coordinator does not know it any more"

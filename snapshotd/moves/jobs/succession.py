@@ -1,0 +1,218 @@
+"""Gives the snapshots of a job another coordinator: the former one has handed them over, or is lost.
+
+Invariant: at most one coordinator can roll a job back. One that leaves records first that it never will again. One that is
+lost must be silent, and an operator must have declared it dead: the same assumption as for any node with ranks (--lost). A
+node asks that itself before it obeys the successor, and then obeys the former one no more. The successor has the record of
+the snapshot before the first node is told, because nodes drop images that their coordinator does not know.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Busy, NotFound, SnapshotError, Usage, Where, WrongState
+from snapshotd.keepers.ranks import RankEntry
+from snapshotd.moves import description
+from snapshotd.moves.jobs import records
+from snapshotd.moves.jobs.coordinator import JobSteps
+from snapshotd.moves.jobs.images import StoredImages
+from snapshotd.moves.jobs.rollback import answers, must_be_allowed, rolled_back_already
+from snapshotd.moves.journal import MoveLog, check_move_id
+from snapshotd.moves.moving import Moving
+from snapshotd.moves.node import Node
+from snapshotd.moves.record import Begin
+from snapshotd.moves.record_parts import ClusterNode, JobPart
+from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.moves.source.steps import SourceSteps
+from snapshotd.moves.steps import step
+from snapshotd.moves.target.steps import TargetSteps
+from snapshotd.proc import host
+from snapshotd.runtime.blocking import in_thread
+
+log = logging.getLogger(__name__)
+
+ASK_S = 5.0
+
+
+class Succession:
+    """One instance per daemon."""
+
+    def __init__(
+        self, node: Node, jobs: JobSteps, images: StoredImages, source: SourceSteps, target: TargetSteps
+    ) -> None:
+        self.node, self.jobs, self.images, self.source, self.target = node, jobs, images, source, target
+
+    async def kept(self) -> pb.ListKeptReply:
+        """The images of snapshots that are kept here."""
+        return pb.ListKeptReply(images=await in_thread(lambda: list(map(self._kept, self.images.of_snapshots()))))
+
+    def _kept(self, move_log: MoveLog) -> pb.KeptImage:
+        begin = move_log.begin
+        folder = self.node.store_of(begin).path(move_log.move)
+        return pb.KeptImage(
+            image=move_log.move,
+            record=begin.coordinator,
+            is_copy=begin.kind == "copy",
+            rank_uid=begin.rank_uid,
+            rank=begin.rank,
+            job=begin.job,
+            user_id=max(begin.user_id, 0),
+            incarnation=description.decode((folder / description.FILE).read_bytes()).incarnation,
+            coordinator_node=move_log.whole().successor_node or begin.coordinator_node,
+            begun_unix_s=begin.begun_unix_s,
+        )
+
+    # ------------------------------------------------------------------ the former coordinator
+
+    @step
+    async def hand_over(self, record: str, successor: str, by: str) -> pb.Outcome:
+        """From now on another node may roll the job back to this snapshot, and this one never does. Idempotent."""
+        async with self.jobs.deciding:
+            snapshot = self.node.journal.find(check_move_id(record))
+            if snapshot is None or snapshot.begin.kind != "snapshot" or not snapshot.committed:
+                raise NotFound(
+                    "this node has no such snapshot", remedy="`migrator job list` shows the snapshots of jobs"
+                )
+            handed_to = (await in_thread(snapshot.whole)).handed_to
+            if handed_to not in {"", successor}:
+                raise WrongState(f"{record} was handed over to {handed_to}", where=Where.UNTOUCHED)
+            if not handed_to:
+                ranks = await in_thread(records.uids, snapshot)
+                if before := await in_thread(records.rolled_back, self.node.journal, ranks):
+                    raise rolled_back_already(before)
+                busy = [one.log.move for one in self.jobs.moves.values() if records.uids(one.log) & ranks]
+                if busy or snapshot.last_mark is not Mark.SETTLED:
+                    raise Busy(
+                        f"job {snapshot.begin.job} is being snapshotted, suspended or resumed", where=Where.UNTOUCHED
+                    )
+                await in_thread(snapshot.mark, Mark.SETTLED, handed_to=successor)
+                log.warning(
+                    "snapshot %s of job %s is handed over to %s by %s", record, snapshot.begin.job, successor, by
+                )
+        return await self.jobs.outcome(record)
+
+    # ------------------------------------------------------------------ its successor
+
+    @step
+    async def adopt(self, request: pb.AdoptRequest, by: str) -> pb.Outcome:
+        """Keeps the record of a complete snapshot from now on. Idempotent."""
+        must_be_allowed(self.node)
+        check_move_id(request.record)
+        if not request.participants:
+            raise Usage("a snapshot has participants")
+        await self._must_have_left(request.record, request.former, request.former_endpoint, self.node.config.node)
+        async with self.jobs.deciding:
+            known = self.node.journal.find(request.record)
+            if known is None:
+                await in_thread(self._adopt, request, by)
+            elif known.begin.kind != "snapshot" or not known.committed:
+                raise WrongState(f"{request.record} is another record here", where=Where.UNTOUCHED)
+            elif (await in_thread(known.whole)).handed_to:  # it comes back
+                await in_thread(known.mark, Mark.SETTLED, handed_to="", adopted_from=request.former)
+        return await self.jobs.outcome(request.record)
+
+    def _adopt(self, request: pb.AdoptRequest, by: str) -> None:
+        here = (self.node.config.node, self.node.config.advertise)
+        move_log = self.node.journal.begin(
+            Begin(
+                *(request.record, "job", "", request.job, 0, *here, *here, "00" * 32, host.boot_id(), time.time()),
+                lease_s=60,
+                user_id=request.user_id,
+                kind="snapshot",
+            )
+        )
+        parts = [JobPart.of(one) for one in request.participants]
+        for part in parts:
+            check_move_id(part.move)
+        nodes = [ClusterNode.of(node) for node in request.nodes]
+        move_log.mark(Mark.BEGUN, participants=parts, nodes=nodes, adopted_from=request.former)
+        move_log.decide(Outcome.COMMIT, f"taken over from {request.former}", by)
+        move_log.mark(Mark.SETTLED, done=[part.move for part in parts])
+        move_log.fold()
+
+    # ------------------------------------------------------------------ every node
+
+    @step
+    async def succeed(self, request: pb.SucceedRequest, by: str) -> pb.SucceedReply:
+        """Binds what is here of these ranks to the successor instead of the former coordinator. Idempotent."""
+        former, ranks = request.former, set(request.rank_uids)
+        entries = [one for one in self.node.ranks.all() if one.uid in ranks and one.coordinator_node == former]
+        logs = await in_thread(self._bound_to, former, ranks)
+        if not entries and not logs:
+            return pb.SucceedReply()
+        await self._must_have_left(request.record, former, request.former_endpoint, request.successor)
+        reason = f"{request.successor} coordinates the job instead of {former} ({by})"
+        for steps in (self.source, self.target):
+            for moving in list(steps.moves.values()):
+                if moving.log in logs and moving.log.outcome is None:
+                    await self._abort(moving, reason, by)
+        for move_log in logs:
+            if move_log.ended_unix_s:
+                await in_thread(
+                    move_log.mark,
+                    move_log.last_mark,
+                    successor_node=request.successor,
+                    successor_endpoint=request.successor_endpoint,
+                )
+        for entry in entries:
+            await self._bind(entry, request)
+        log.warning("%s", reason)
+        return pb.SucceedReply()
+
+    def _bound_to(self, former: str, ranks: set[str]) -> list[MoveLog]:
+        """The moves of these ranks about which that coordinator decides, and the images that it keeps. Blocking."""
+        found = []
+        for one in self.node.journal.all():
+            if one.begin.role in {"source", "target"} and one.begin.rank_uid in ranks and one.begin.coordinator_node:
+                bound_to = one.whole().successor_node or one.begin.coordinator_node
+                if bound_to == former and (one.begin.kind or not one.ended_unix_s):
+                    found.append(one)
+        return found
+
+    async def _abort(self, moving: Moving, reason: str, by: str) -> None:
+        """Nobody else will decide this any more. Whatever the former coordinator has decided, the job is rolled back next."""
+        if moving.log.begin.role == "source":
+            async with self.source.ending(moving, "abort"):
+                await self.source.stop_streaming(moving)
+                await self.source.record(moving, Outcome.ABORT, reason, by)
+        else:
+            async with self.target.ending(moving, "abort"):
+                await self.target.learn(moving, Outcome.ABORT, reason, by)
+        moving.wake()
+
+    async def _bind(self, entry: RankEntry, request: pb.SucceedRequest) -> None:
+        entry.coordinator_node, entry.coordinator_endpoint = request.successor, request.successor_endpoint
+        await in_thread(self.node.ranks.update, entry)
+        if entry.link is not None:
+            entry.link.key_changed.set()  # a guest's relay tells the home node
+
+    async def _must_have_left(self, record: str, former: str, endpoint: str, successor: str) -> None:
+        """Raises WrongState unless the former coordinator has handed the snapshot over, or is silent."""
+        if former == self.node.config.node:
+            known = self.node.journal.find(record)
+            if known is None or (await in_thread(known.whole)).handed_to != successor:
+                raise WrongState(f"{former} coordinates the job itself", where=Where.UNTOUCHED)
+            return
+        try:
+            async with self.node.client(former, endpoint) as client:
+                found = await client.job.GetOutcome(pb.MoveRequest(move=record), timeout_s=ASK_S)
+        except NotFound:
+            raise WrongState(
+                f"{former}, the coordinator of the job, answers and has no record {record}", where=Where.UNTOUCHED
+            ) from None
+        except SnapshotError as error:
+            if await answers(endpoint, if_unknown=True):
+                raise WrongState(
+                    f"the machine of {former}, which coordinates the job, is there: {error.headline}",
+                    remedy=f"start snapshotd on {former}, then retry without --lost {former}",
+                    where=Where.UNTOUCHED,
+                ) from error
+            return
+        if found.handed_to != successor:
+            raise WrongState(
+                f"{former} answers, and coordinates the job",
+                remedy=f"retry without --lost {former}",
+                where=Where.UNTOUCHED,
+            )
