@@ -34,6 +34,9 @@ either, and answers only when none is left, bound or not. Home keepers stay; for
 node has answered, the record is settled, and the job is suspended: its images are those of the snapshot, of each rank the
 image or the copy. It is resumed by the table RESUME, as often as it takes. The snapshot stays, and a newer one replaces it.
 
+**Another coordinator.** A coordinator that leaves records first that it never rolls the job back again (Job.HandOver). Then
+its successor gets the record, and after that all nodes obey the successor, each after asking the former one.
+
 **Nodes that do not answer.** A rank of a job with a snapshot asks its coordinator every few seconds, through its daemon,
 whether it may run (Job.MayRun). If the coordinator's machine has been silent for CUT_OFF_S, the daemon ends the rank. So the
 coordinator may count a node, whose machine has been silent to it for FENCED_S, as one without processes of that incarnation.
@@ -74,8 +77,9 @@ image, and a target that holds a copy, ask the coordinator and wait as long as i
   preflight asks each home node. `migrator job drop` gives it up, and ends the home keepers that are left. After a rollback a
   rank is resumed without its home keeper: its node may be the one that is lost.
 - A coordinator's or store's node that never returns: the images of its ranks are lost, and the job cannot be resumed. After a
-  snapshot the loss of any one node leaves the images of all ranks, but the loss of the coordinator's node leaves no record
-  by which they could be used: its ranks and all others of the job end when they have been cut off from it.
+  snapshot the loss of any one node leaves the images of all ranks. If it is the coordinator's, all ranks of the job end when
+  they have been cut off from it. Then an operator declares it dead: another node makes its record again from the images
+  (Job.Adopt), and all others obey that one instead (Job.Succeed), after they have asked the former one in vain.
 - *During a snapshot*, any of them: the ranks go on, and the snapshot before it is kept.
 - *During a rollback*: before the record nothing has happened. After it, the coordinator's daemon continues, also after a
   restart. A driver that dies is replaced by the next `migrator job rollback`.

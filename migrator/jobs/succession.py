@@ -51,8 +51,8 @@ async def take_over(cluster: Cluster, options: JobOptions) -> JobEntry | None:
     lost = [one for one in mine if one[1].coordinator_node in options.lost]
     if not lost:
         return None
-    former = lost[0][1].coordinator_node
     chosen = newest_whole(lost)
+    former = chosen[0][1].coordinator_node
     parts = participants(chosen, cluster.nodes)
     image = chosen[0][1]
     record = pb.JobRecord(record=image.record, job=image.job, user_id=image.user_id, kind="snapshot", outcome=pb.COMMIT)

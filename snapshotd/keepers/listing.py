@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.node import Node
 from snapshotd.proc.fd import read_links
 from snapshotd.runtime.blocking import in_thread
@@ -21,9 +22,9 @@ async def ranks_of(node: Node, *, brief: bool = False) -> list[pb.Rank]:
     counts.
     """
     if brief:
-        return [entry.to_proto(node.config.node, brief=True) for entry in node.ranks.all()]
+        return [entry.to_proto(node.config.node, brief=True) for entry in _known(node)]
     # A rank can have any number of processes.
-    found = await in_thread(lambda: [(entry, entry.to_proto(node.config.node)) for entry in node.ranks.all()])
+    found = await in_thread(lambda: [(entry, entry.to_proto(node.config.node)) for entry in _known(node)])
     gpus = (await node.gpus.inventory()).gpus if found else ()
     reported = any(gpu.processes for gpu in gpus)
     for entry, rank in found:
@@ -35,6 +36,11 @@ async def ranks_of(node: Node, *, brief: bool = False) -> list[pb.Rank]:
                 rank.gpus.append(gpu.uuid)
                 rank.device_bytes += sum(process.memory_bytes for process in mine)
     return [rank for _, rank in found]
+
+
+def _known(node: Node) -> list[RankEntry]:
+    """All but copies that have died with their keepers: they are kept only until their end is reported."""
+    return [entry for entry in node.ranks.all() if entry.role == "home" or entry.failed is None or entry.keeper_alive()]
 
 
 def _open_cards(pids: Iterable[int]) -> set[int]:

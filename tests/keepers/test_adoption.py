@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from snapshotd.keepers import adoption
 from snapshotd.keepers.adoption import Adoption
 from snapshotd.keepers.hello import Hello, parse_hello
 from snapshotd.keepers.listener import NotWanted
+from snapshotd.keepers.listing import ranks_of
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.record import Begin
@@ -197,3 +199,35 @@ async def test_rank_that_ends_while_its_move_is_undone_is_not_registered_again(n
     await Departure._replace_relay_key(departure, entry)
     assert node.ranks.all() == []
     assert list(node.ranks.folder.glob("*.json")) == []
+
+
+async def test_end_of_a_protected_copy_whose_keeper_died_is_held_back_and_it_is_not_listed(
+    node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job may be rolled back. Meanwhile another copy of the rank may run: this one must not be taken for it."""
+    reported: list[str] = []
+
+    async def report_end(entry: RankEntry, status: int) -> None:
+        reported.append(entry.uid)
+
+    relays: Any = SimpleNamespace(report_end=report_end)
+    none: Any = SimpleNamespace(moves={}, withdraw=lambda entry: None)
+    adopts = Adoption(node, none, none, relays, none)
+
+    async def kill(_entry: RankEntry) -> None:
+        pass
+
+    monkeypatch.setattr(adoption, "_kill", kill)
+    guest = RankEntry("train-1", "train", 1, "guest", 1, 1, "none", "b", "b:1", "key", "an earlier boot", ALICE)
+    guest.tethered, guest.coordinator_node = True, "node-1"
+    node.ranks.put(guest)
+    await adopts.lost(guest)
+    assert (reported, await ranks_of(node, brief=True)) == ([], [])
+    assert Ranks(node.ranks.folder.parent).get("train-1", "guest") is not None, "a restarted daemon reports it"
+    (waiting,) = adopts._reports
+    waiting.cancel()
+    await adopts.lost(guest)  # when the time for a rollback is over
+    async with asyncio.timeout(60):
+        await asyncio.gather(*adopts._reports, return_exceptions=True)
+    assert reported == ["train-1"]
+    assert node.ranks.all() == []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import WrongState
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves.journal import Journal
@@ -76,3 +77,11 @@ def test_protected_rank_has_one_coordinator(tmp_path: Path) -> None:
     suspended.must_be_bound_to(place.entry, "a")
     with pytest.raises(WrongState, match="coordinated by a, not by c"):
         suspended.must_be_bound_to(place.entry, "c")
+
+
+def test_move_from_the_coordinator_of_a_job_warns(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    assert suspended.coordinator_checks(place.entry, "b") == []
+    place.entry.coordinator_node, place.entry.tethered = "b", True
+    assert [one.verdict for one in suspended.coordinator_checks(place.entry, "b")] == [pb.Check.WARN]
+    assert suspended.coordinator_checks(place.entry, "c") == []

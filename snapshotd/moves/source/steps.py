@@ -75,6 +75,8 @@ class SourceSteps(SourceSettling):
         checks += more
         if request.suspend:
             checks += await suspended.checks(entry, looked.facts)
+        else:
+            checks += suspended.coordinator_checks(entry, self.node.config.node)
         other = self._pending(entry.group.pids())
         if entry.moving or other:
             whose = f"move {entry.moving} of this rank" if entry.moving else f"move {other} of a rank it talks to"

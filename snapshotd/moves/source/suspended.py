@@ -41,6 +41,20 @@ async def checks(entry: RankEntry, facts: pb.RankFacts) -> list[pb.Check]:
     return found
 
 
+def coordinator_checks(entry: RankEntry, node: str) -> list[pb.Check]:
+    """A warning if the job cannot do without this node after the rank has left it."""
+    if not entry.tethered or entry.coordinator_node != node:
+        return []
+    return [
+        pb.Check(
+            name="job-coordinator",
+            verdict=pb.Check.WARN,
+            reason=f"{node} coordinates the snapshots of job {entry.job}: if it is switched off after the move, all ranks of"
+            f" the job end. Make another node the coordinator before that: `migrator job snapshot {entry.job}`",
+        )
+    ]
+
+
 def must_be_bound_to(entry: RankEntry, coordinator: str) -> None:
     """Raises WrongState if the rank's job has a snapshot that another node coordinates: that one could roll the job back
     while this coordinator suspends it, or takes another snapshot."""
