@@ -17,6 +17,7 @@ from migrator.cluster import Cluster
 from migrator.find_rank import Found, all_ranks
 from migrator.job_protocol import JobVerdict
 from migrator.job_results import JobOptions
+from migrator.jobs import interval
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import SnapshotError
 
@@ -60,9 +61,18 @@ def described(status: int) -> str:
 
 class Protection:
     def __init__(
-        self, cluster: Cluster, options: JobOptions, every_s: float, tries: int, say: Callable[[str], None]
+        self,
+        cluster: Cluster,
+        options: JobOptions,
+        every_s: float | None,
+        tries: int,
+        say: Callable[[str], None],
+        node_mtbf_s: float = interval.NODE_MTBF_S,
     ) -> None:
+        """`every_s` None: what costs least for the measured pause and `node_mtbf_s`, the time between failures of a node."""
         self.cluster, self.options, self.every_s, self.tries, self.say = cluster, options, every_s, tries, say
+        self.node_mtbf_s = node_mtbf_s
+        self.said_s = 0.0  # the interval that was announced last
         self.sight = Sight()
         self.snapshot_s = 0.0  # when the last one was taken
         self.failures = 0  # since then
@@ -83,24 +93,36 @@ class Protection:
                     return 1
                 await self._roll_back(trouble)
             elif now_s >= next_s and mine:
-                next_s = time.monotonic() + (self.every_s if await self._take() else AGAIN_S)
+                pause_s = await self._take()
+                next_s = time.monotonic() + (AGAIN_S if pause_s is None else self._until_next(mine, pause_s))
             await asyncio.sleep(LOOK_S)
 
     def _is_mine(self, one: Found) -> bool:
         return one.rank.job == self.options.job and self.options.user_id in (None, one.rank.user_id)
 
-    async def _take(self) -> bool:
+    def _until_next(self, ranks: Sequence[Found], pause_s: float) -> float:
+        if self.every_s is not None:
+            return self.every_s
+        nodes = {one.node for one in ranks if one.rank.place == pb.Rank.HERE}
+        found = interval.best(pause_s, len(nodes), self.node_mtbf_s)
+        if abs(found.every_s - self.said_s) > 0.2 * self.said_s:
+            self.say(str(found))
+            self.said_s = found.every_s
+        return found.every_s
+
+    async def _take(self) -> float | None:
+        """Takes a snapshot; how long it paused the job, None if there is none."""
         try:
             result = await jobs.snapshot(self.cluster, self.options, lambda event: None)
         except SnapshotError as error:
             self.say(f"no snapshot was taken: {error.message}")
-            return False
+            return None
         if result.outcome is not JobVerdict.SNAPSHOTTED:
             self.say(f"no snapshot was taken: {result.reason}")
-            return False
+            return None
         self.snapshot_s, self.failures = time.monotonic(), 0
         self.say(f"snapshot {result.record}: {result.bytes >> 20} MiB, paused {result.pause_s:.2f} s")
-        return True
+        return result.pause_s
 
     async def _roll_back(self, trouble: str) -> None:
         began_s = time.monotonic()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from migrator.find_rank import Found
-from migrator.jobs.protect import LOST_S, Sight, described
+from migrator.jobs.interval import best
+from migrator.jobs.protect import LOST_S, Protection, Sight, described
 from snapshotd.api import snapshotd_pb2 as pb
 
 
@@ -49,3 +52,16 @@ def test_rank_that_has_ended_is_no_trouble() -> None:
     assert not sight.has_ended([rank(0, "a")], {})
     assert not sight.has_ended([], {"b": "silent"})
     assert sight.has_ended([], {})
+
+
+def test_interval_is_computed_from_the_pause_and_announced_when_it_changes() -> None:
+    said: list[str] = []
+    nothing: Any = None
+    protection = Protection(nothing, nothing, None, 3, said.append, node_mtbf_s=1000 * 3600.0)
+    ranks = [rank(0, "a"), rank(1, "b"), rank(1, "home", pb.Rank.AWAY)]
+    for pause_s in (1.0, 1.1, 4.0):
+        assert protection._until_next(ranks, pause_s) == best(pause_s, 2, 1000 * 3600.0).every_s
+    assert len(said) == 2
+    assert said[0].startswith("a snapshot every 1")
+    assert "every 500.0 h on average" in said[0]
+    assert Protection(nothing, nothing, 60.0, 3, said.append)._until_next(ranks, 1.0) == 60.0
