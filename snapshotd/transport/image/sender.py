@@ -76,7 +76,7 @@ class Sender:
         self.chunks_resent = 0
         self.peak_chunks_held = 0
         self._streams = streams
-        self._strong = any(stream.strong for stream in streams)
+        self.strong = any(stream.strong for stream in streams)
         self._chunk_bytes = chunk_bytes
         self._on_bytes = on_bytes
         self._slots = asyncio.Semaphore(WINDOW * len(streams))
@@ -138,6 +138,17 @@ class Sender:
         self._begin(name)
         await self._or_failure(self._read_file(name, fd))
 
+    async def put_frames(self, name: str, read: Callable[[int], Frame | None]) -> None:
+        """Sends what `read(sequence)` returns, in threads, until it returns None. The chunks of all calls with this name have
+        to cover the file."""
+        if name not in self._files:
+            self._begin(name)
+        await self._or_failure(self._read_frames(read))
+
+    async def stored(self) -> None:
+        """Waits until the target has stored all that was put."""
+        await self._or_failure(self._until_stored())
+
     async def finish(self) -> list[ImageFile]:
         """Waits until the target has stored everything and ends the streams. Returns what `seal` has to find."""
         await self._or_failure(self._end())
@@ -174,7 +185,7 @@ class Sender:
         if not offset:  # not in a thread: most FIFOs of a dump are empty, and all of them end at the same moment
             await self._slots.acquire()
             self._sequence += 1
-            self._keep(hole_frame(self._sequence, name, 0, 0, strong=self._strong))
+            self._keep(hole_frame(self._sequence, name, 0, 0, strong=self.strong))
 
     def _pipe_chunk(self, name: str, fd: int, offset: int, sequence: int) -> tuple[Frame | None, Stop]:
         """Reads straight into the memory from which the chunk is sent, unless it is a partial one."""
@@ -184,10 +195,10 @@ class Sender:
             buffer = bytearray(self._chunk_bytes)
         count, stop = read_chunk(fd, buffer, _PATIENCE_MS)
         if stop is Stop.FULL:
-            return raw_frame(sequence, name, offset, buffer, strong=self._strong), stop
+            return raw_frame(sequence, name, offset, buffer, strong=self.strong), stop
         data = bytes(memoryview(buffer)[:count])
         self._buffers.append(buffer)
-        return (raw_frame(sequence, name, offset, data, strong=self._strong) if data else None), stop
+        return (raw_frame(sequence, name, offset, data, strong=self.strong) if data else None), stop
 
     async def _read_path(self, name: str, path: Path) -> None:
         try:
@@ -205,11 +216,18 @@ class Sender:
             offset, begun = 0, False
             while offset < size or not begun:
                 begun = True
-                chunk = partial(file_chunk, name, fd, offset, size, self._chunk_bytes, self._strong)
+                chunk = partial(file_chunk, name, fd, offset, size, self._chunk_bytes, self.strong)
                 frame, _ = await self._read_into_slot(chunk)
                 offset += frame.length if frame is not None else 0
         except OSError as error:
             raise Internal(f"{name} cannot be sent: {error}", where=Where.SOURCE_FROZEN) from error
+
+    async def _read_frames(self, read: Callable[[int], Frame | None]) -> None:
+        while (await self._read_into_slot(lambda sequence: (read(sequence), Stop.FULL)))[0] is not None:
+            pass
+
+    async def _until_stored(self) -> None:
+        await self._all_stored.wait()
 
     async def _read_into_slot(self, read: Callable[[int], tuple[Frame | None, Stop]]) -> tuple[Frame | None, Stop]:
         """Runs `read(sequence)` in a thread when there is a free slot, and queues the chunk for the streams."""

@@ -18,7 +18,7 @@ import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from snapshotd.proc import meminfo
 from snapshotd.proc.room import Room, mib
 from snapshotd.transport.image.chunk_list import Chunks, is_complete
 from snapshotd.transport.image.frame import IMAGE_NAME, MAX_FILE_BYTES, Frame
+from snapshotd.transport.image.overlay import Covered, file_of
 from snapshotd.transport.image.sparse_file import put
 from snapshotd.transport.image.sync import sync_files, sync_folder
 
@@ -62,6 +63,7 @@ class _Receiving:
     beside: tuple[str, ...] = ()  # files of the move that the device-memory channel writes
     beside_bytes: int = 0  # … and the memory reserved for them
     refused: str = ""  # why nothing more is written
+    covered: Covered = field(default_factory=Covered)
 
     def taken_beside_bytes(self) -> int:
         """The memory that those files take, including what is reserved ahead."""
@@ -131,9 +133,9 @@ class ImageStore:
                 self._check_admissible(move, receiving, frame, known)
                 if known is not None:
                     return True
-                receiving.written_bytes += frame.payload_bytes
+                receiving.written_bytes += receiving.covered.add(frame)
             try:
-                put(receiving.directory / frame.name, frame)
+                put(receiving.directory / file_of(frame.name), frame)
             except OSError as error:
                 raise _translated(error, f"writing {frame.name} of {move}") from error
             with receiving.changed:
@@ -167,7 +169,7 @@ class ImageStore:
                 return sorted(damaged)
         try:
             for file in files:
-                os.truncate(directory / file.name, file.size)  # a hole at the end was never written
+                os.truncate(directory / file_of(file.name), file.size)  # a hole at the end was never written
             fresh = directory / (_SEAL_NAME + "-fresh")
             fresh.touch(mode=0o600)
             fresh.write_text(summary)
@@ -369,11 +371,13 @@ class ImageStore:
         return min(free_bytes, memory_bytes)
 
 
-def _drop_unlisted(receiving: _Receiving, listed: Container[str]) -> None:
-    """Removes what was sent ahead in vain. The caller holds the condition, and no chunk is being written."""
-    for name in [name for name in receiving.chunks if name.startswith(AHEAD) and name not in listed]:
+def _drop_unlisted(receiving: _Receiving, listed: Iterable[str]) -> None:
+    """Removes what was sent ahead in vain, but no round of a file with others that are listed: it is unexpected. The caller
+    holds the condition, and no chunk is being written."""
+    files = {file_of(name) for name in listed}
+    for name in [name for name in receiving.chunks if name.startswith(AHEAD) and file_of(name) not in files]:
         with suppress(FileNotFoundError):
-            (receiving.directory / name).unlink()
+            (receiving.directory / file_of(name)).unlink()
         del receiving.chunks[name]
 
 
