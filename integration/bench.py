@@ -16,10 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from integration import bench_connections, bench_nccl, bench_transport
+from integration import bench_connections, bench_nccl, bench_precopy, bench_transport
 from integration.harness import MIGRATOR, WORKLOADS, Cluster, cluster, until
 from snapshotd.criu.find import find_criu
 
@@ -31,9 +31,11 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=4096, help="size of the rank that is moved")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--large", action="store_true", help="also the source's memory for an 8 GiB rank")
-    parser.add_argument("--only", choices=["pause", "idle", "run", "transport", "memory", "connections", "nccl"])
+    parser.add_argument(
+        "--only", choices=["pause", "precopy", "idle", "run", "transport", "memory", "connections", "nccl"]
+    )
     options = parser.parse_args()
-    wanted = [options.only] if options.only else ["idle", "run", "pause", "transport", "connections", "nccl"]
+    wanted = [options.only] if options.only else ["idle", "run", "pause", "precopy", "transport", "connections", "nccl"]
     if options.large and "memory" not in wanted:
         wanted.append("memory")
     if "transport" in wanted:
@@ -59,7 +61,7 @@ def pause(nodes: Cluster, options: argparse.Namespace) -> None:
     theirs: list[float] = []
     print(f"\nPause of a {options.mib} MiB rank, against `criu dump` + `criu restore` of the same program into tmpfs")
     for round_, to in zip(range(options.rounds), ["spare-1", "node-2", "node-1"] * options.rounds, strict=False):
-        by_hand = criu_by_hand(options.mib)
+        by_hand = criu_by_hand([MEMORY, "--mib", str(options.mib), "--steps", "100000000"])
         theirs.append(sum(by_hand))
         result = nodes.move(job, to, timeout_s=600)
         ours.append(result["pause_s"])
@@ -75,15 +77,15 @@ def pause(nodes: Cluster, options: argparse.Namespace) -> None:
     job.kill()
 
 
-def criu_by_hand(mib: int) -> tuple[float, float]:
-    """Returns (dump seconds, restore seconds) of the same program, without daemon and network, with images in local tmpfs."""
+def criu_by_hand(program: Sequence[str]) -> tuple[float, float]:
+    """Returns (dump seconds, restore seconds) of this program, without daemon and network, with images in local tmpfs."""
     criu = find_criu(None)[0]
     images = Path(tempfile.mkdtemp(dir="/dev/shm"))
     out = images.with_suffix(".out")
     try:
         with out.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, MEMORY, "--mib", str(mib), "--steps", "100000000"],
+                [sys.executable, *program],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -258,7 +260,19 @@ def nccl(nodes: Cluster, options: argparse.Namespace) -> None:
     bench_nccl.show(bench_nccl.run(nodes))
 
 
-_BENCHES = {"pause": pause, "idle": idle, "run": run, "memory": memory, "connections": connections, "nccl": nccl}
+def precopy(nodes: Cluster, options: argparse.Namespace) -> None:
+    bench_precopy.run(nodes, options, criu_by_hand)
+
+
+_BENCHES = {
+    "pause": pause,
+    "precopy": precopy,
+    "idle": idle,
+    "run": run,
+    "memory": memory,
+    "connections": connections,
+    "nccl": nccl,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -26,6 +26,9 @@ class MoveOptions:
     user_id: int | None = None  # whose job it is; None: must be clear from the others
     move: str = ""  # id of the move, for a caller that records it first; empty: a new one
     source: str = ""  # the node that has the rank; empty: must be clear from what all nodes say
+    precopy_percent: float = (
+        5.0  # how much of its time the job may lose while its memory is sent before the pause; 0: is not
+    )
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class MoveResult:
     attempts: int = 1  # more than one: the rank changed between preflight and the freeze of the earlier ones
     peers_stopped_s: float = 0.0  # the longest time for which a peer's process was stopped
     predicted_s: float = 0.0  # the pause that was predicted before the move; 0: none was
+    precopied_bytes: int = 0  # memory that was sent before the pause, some of it several times
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -125,6 +129,7 @@ class MoveResult:
             "predicted_s": round(self.predicted_s, 4),
             "peers_stopped_s": round(self.peers_stopped_s, 6),
             "bytes": self.bytes,
+            "precopied_bytes": self.precopied_bytes,
             "phases": [phase.to_json() for phase in self.phases],
             "parts": [part.to_json() for part in self.parts],
             "longest_part": self.longest_part.to_json() if self.longest_part is not None else None,

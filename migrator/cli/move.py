@@ -48,11 +48,34 @@ def add(verbs: arguments.Verbs) -> None:
         default=MoveOptions.quiesce_timeout_s,
         help="undo the move if the ranks of an NCCL job reach no common point within S seconds (default: %(default)s)",
     )
+    sending = parser.add_mutually_exclusive_group()
+    sending.add_argument(
+        "--precopy-limit",
+        type=_percent,
+        metavar="PERCENT",
+        default=MoveOptions.precopy_percent,
+        help="send memory before the pause, so that the job loses at most PERCENT of its time by waiting for processors"
+        " and by page faults; 0: send all of it in the pause (default: %(default)g)",
+    )
+    sending.add_argument(
+        "--no-precopy",
+        action="store_const",
+        const=0.0,
+        dest="precopy_limit",
+        help="send all memory in the pause: the same as --precopy-limit 0",
+    )
     parser.add_argument(
         "--trace",
         metavar="FILE",
         help="write where the time went, on every node, in Chrome's trace format (chrome://tracing, ui.perfetto.dev)",
     )
+
+
+def _percent(text: str) -> float:
+    value = float(text)  # argparse shows a ValueError
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 100")
+    return value
 
 
 def act(options: argparse.Namespace) -> int:
@@ -68,6 +91,7 @@ def act(options: argparse.Namespace) -> int:
         options.quiesce_timeout,
         options.user,
         source=options.source or "",
+        precopy_percent=options.precopy_limit,
     )
     as_json = arguments.wants_json(options)
     try:

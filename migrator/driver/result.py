@@ -41,7 +41,8 @@ def result(run: Run, verdict: Verdict, reason: str, where: Where, error: Snapsho
         remedy=error.advice if error is not None else "",
         exit_code=exit_code,
         longest_part=max(run.parts[run.parts_before_pause :], key=lambda part: part.seconds, default=None),
-        warnings=list(run.frozen.warnings),
+        warnings=[*run.warnings, *run.frozen.warnings],
+        precopied_bytes=run.precopied_bytes,
         peers_stopped_s=run.peers.stopped_s,
         predicted_s=run.estimate.pause_s if run.estimate is not None else 0.0,
     )

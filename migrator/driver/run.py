@@ -47,6 +47,8 @@ class Run:
         self.rewires: list[pb.Rewire] = []  # the rank's connections at preflight
         self.prepared = pb.PrepareReply()
         self.frozen = pb.FreezeReply()
+        self.warnings: list[str] = []  # where a slower method was used, before the freeze
+        self.precopied_bytes = 0
         self.receipt = b""
         self.token = b""
         self.total_bytes = 0  # sent, as the source counts them in the end

@@ -166,11 +166,16 @@ async def begin(run: Run, timeout_s: float) -> None:
 
 async def prepare_device(run: Run, timeout_s: float) -> None:
     try:
-        reply = await run.source.source.PrepareDevice(run.request, timeout_s=timeout_s)
+        request = pb.MoveRequest(move=run.move, precopy_percent=run.options.precopy_percent)
+        reply = await run.source.source.PrepareDevice(request, timeout_s=timeout_s)
     except UnknownMethod as error:  # an older daemon prepares in Freeze
         run.reporter.note(f"the source runs an older version, so the pause will be longer: {error.message}")
         return
     run.add_parts(reply.parts)
+    run.precopied_bytes = reply.precopied_bytes
+    for warning in reply.warnings:
+        run.warnings.append(warning)
+        run.reporter.note(warning)
     run.parts_before_pause = len(run.parts)
 
 

@@ -166,7 +166,7 @@ class SourceServicer:
         return await self.steps.begin(request)
 
     async def PrepareDevice(self, request: pb.MoveRequest, context: Context) -> pb.PrepareDeviceReply:
-        return await self.steps.prepare_device(request.move)
+        return await self.steps.prepare_device(request.move, request.precopy_percent)
 
     async def Detach(self, request: pb.MoveRequest, context: Context) -> pb.DetachReply:
         return await self.steps.detach(request.move)

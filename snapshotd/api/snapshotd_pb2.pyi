@@ -2212,9 +2212,12 @@ class MoveRequest(_message.Message):
     MOVE_FIELD_NUMBER: _builtins.int
     PAUSE_S_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    PRECOPY_PERCENT_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     pause_s: _builtins.float
     """Release only: the pause that the driver measured, for the history"""
+    precopy_percent: _builtins.float
+    """PrepareDevice only: how much the job may be slowed down to send its memory; 0: not sent"""
     @_builtins.property
     def timing(self) -> Global___Timing:
         """Release only: what it consisted of"""
@@ -2225,10 +2228,11 @@ class MoveRequest(_message.Message):
         move: _builtins.str = ...,
         pause_s: _builtins.float = ...,
         timing: Global___Timing | None = ...,
+        precopy_percent: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move", "pause_s", b"pause_s", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move", "pause_s", b"pause_s", "precopy_percent", b"precopy_percent", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2316,18 +2320,28 @@ class PrepareDeviceReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTS_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
+    PRECOPIED_BYTES_FIELD_NUMBER: _builtins.int
+    precopied_bytes: _builtins.int
+    """memory that was sent, some of it several times"""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
         """of a GPU rank: empty-cache, prepare; the job runs meanwhile"""
+
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """why no memory was sent before the freeze"""
 
     def __init__(
         self,
         *,
         parts: _abc.Iterable[Global___Part] | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
+        precopied_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "precopied_bytes", b"precopied_bytes", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.moves.closed_files import Ahead, Scope
 from snapshotd.moves.device.offload import Offload
 from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.precopied import Precopied, Precopy
 from snapshotd.proc import host
 
 
@@ -33,6 +34,9 @@ class Moving:
     ahead: Ahead | None = (
         None  # source: closed files that were sent while the rank runs; None: nothing was looked at yet
     )
+    precopy: Precopy | None = None  # source: memory that was sent while the rank runs; None: nothing was begun yet
+    precopied: Precopied | None = None  # source: what of it counts, since the freeze
+    undoing: bool = False  # source: Abort was asked for, and waits for a step
     scope: Scope | None = None  # source: which closed files are the rank's, as preflight saw it
     prepared: bool = False  # source: the offload was prepared, as far as possible
     facts: pb.RankFacts = field(default_factory=pb.RankFacts)  # source: the latest result of preflight
@@ -64,6 +68,7 @@ class Moving:
     def forget(self) -> None:
         """Drops what only an open move needs, for calls that still have this one."""
         self.offload = self.ahead = self.scope = self.settling = self.streaming = None
+        self.precopy = self.precopied = None
         self.facts, self.nodes = pb.RankFacts(), []
 
     def wake(self) -> None:

@@ -53,16 +53,18 @@ class Follower:
         self._layout = Layout([])
         self._chunks: Iterator[tuple[int, int, int, list[Range]]] = iter(())
 
-    def begin(self) -> list[Range]:
+    def begin(self, *, forked: bool) -> list[Range]:
         """Registers what is eligible now; the layout."""
         found = []
         room = MAX_BYTES
-        largest = sorted(self._eligible(), key=lambda one: -one.present_bytes)[:MAX_RANGES]
-        for one in sorted(largest, key=lambda one: one.start):
+        eligible = self._eligible()
+        if forked and any(one.shared_bytes >= mappings.LEAST_BYTES for one in eligible):
+            return []
+        for one in sorted(eligible, key=lambda one: -one.present_bytes)[:MAX_RANGES]:
             if not one.tracked and one.end - one.start <= room and self._register(one.start, one.end):
                 found.append((one.start, one.end))
                 room -= one.end - one.start
-        self._layout = Layout(joined(found))
+        self._layout = Layout(joined(sorted(found)), marks=True)
         return self._layout.ranges
 
     def scan(self) -> int:
@@ -125,16 +127,8 @@ class Follower:
             for clean in self._pages.clean(start, end)
             for part in self._layout.sent(*clean)
         ]
-        for start, end in self._layout.ranges:  # not only by closing: a forked child may have a copy of the descriptor
-            for part in self._mapped(start, end):
-                self._pages.unregister(*part)
         os.close(self._userfaultfd)
         return below
-
-    def _mapped(self, start: int, end: int) -> Iterator[Range]:
-        for one in self._eligible():
-            if one.tracked and one.start < end and one.end > start:
-                yield max(start, one.start), min(end, one.end)
 
     def _eligible(self) -> list[mappings.Mapping]:
         parts, at = [], 0
@@ -176,7 +170,7 @@ def _serve(line: socket.socket) -> None:
         try:
             if operation == BEGIN:
                 follower = Follower(*descriptors)
-                _answer_ranges(line, follower.begin())
+                _answer_ranges(line, follower.begin(forked=bool(slot)))
             elif follower is None:
                 return
             elif operation == SCAN:

@@ -15,7 +15,7 @@ Range = tuple[int, int]
 
 #: Most ranges, and most address space, that are followed. Programs reserve terabytes that they never use.
 MAX_RANGES = 4096
-MAX_BYTES = 1 << 39
+MAX_BYTES = 1 << 37
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
@@ -30,8 +30,8 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 class Layout:
-    def __init__(self, ranges: list[Range]) -> None:
-        """Sorted, and not overlapping."""
+    def __init__(self, ranges: list[Range], *, marks: bool = False) -> None:
+        """Sorted, and not overlapping. `marks`: with memory for which pages were sent."""
         self.ranges = ranges
         self._starts = [start for start, _ in ranges]
         self._offsets = []
@@ -39,7 +39,7 @@ class Layout:
         for start, end in ranges:
             self._offsets.append(self.size_bytes)
             self.size_bytes += end - start
-        self._sent = bytearray(self.size_bytes // PAGE_BYTES)
+        self._sent = bytearray(self.size_bytes // PAGE_BYTES if marks else 0)
 
     def within(self, start: int, end: int) -> Iterator[Range]:
         """The parts of an address range that have slots."""

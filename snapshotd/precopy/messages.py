@@ -1,6 +1,6 @@
 """What the daemon and the child that reads a rank's memory say to each other: one request, one or more answers.
 
-    BEGIN            five descriptors: userfaultfd, pagemap, mem, smaps, the buffer  →  ranges: the layout
+    BEGIN forked     five descriptors: userfaultfd, pagemap, mem, smaps, the buffer  →  ranges: the layout
     SCAN             → how many pages were written since they were last protected; they are protected again
     NEXT slot        → the next chunk of those pages, whose content is in that slot of the buffer; none: the round is over
     FINISH           → ranges: the pages that were sent and not written since. The process is stopped. Tracking ends

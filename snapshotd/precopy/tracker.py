@@ -77,8 +77,9 @@ class Tracker:
     def child_pid(self) -> int:
         return self._child.pid
 
-    def begin(self, mailbox: shimctl.Mailbox) -> None:
-        """Begins to track. Raises Unsupported."""
+    def begin(self, mailbox: shimctl.Mailbox, *, forked: bool = False) -> None:
+        """Begins to track. Raises Unsupported. `forked`: its parent is one of the rank; if they share memory, nothing is
+        tracked, because that memory is sent with the parent's."""
         with ExitStack() as opened:
 
             def keep(fd: int) -> int:
@@ -99,7 +100,7 @@ class Tracker:
                 buffer = keep(os.memfd_create("precopy", os.MFD_CLOEXEC))
                 os.truncate(buffer, SLOTS * CHUNK_BYTES)
                 self._buffer = mmap.mmap(buffer, SLOTS * CHUNK_BYTES)
-                socket.send_fds(self._child.line, [REQUEST.pack(BEGIN, 0)], [userfaultfd, *files, buffer])
+                socket.send_fds(self._child.line, [REQUEST.pack(BEGIN, int(forked))], [userfaultfd, *files, buffer])
             except OSError as error:
                 raise self._failed(error) from error
             self.layout = Layout(list(self._ranges()))

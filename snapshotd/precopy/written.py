@@ -20,7 +20,6 @@ from collections.abc import Iterator
 Range = tuple[int, int]  # addresses: first, and first after it
 
 _REGISTER = 0xC020AA00  # _IOWR(0xAA, 0, struct uffdio_register)
-_UNREGISTER = 0x8010AA01  # _IOR(0xAA, 1, struct uffdio_range)
 _MODE_WP = 2
 _SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
 #: size, flags, start, end, walk_end, vec, vec_len, max_pages; categories: inverted, mask, any of, returned
@@ -43,9 +42,6 @@ class Pages:
         """From now on pages of this part of a mapping can be protected. All of them count as written."""
         fcntl.ioctl(self._userfaultfd, _REGISTER, struct.pack("=4Q", start, end - start, _MODE_WP, 0))
 
-    def unregister(self, start: int, end: int) -> None:
-        fcntl.ioctl(self._userfaultfd, _UNREGISTER, struct.pack("=2Q", start, end - start))
-
     def protect(self, start: int, end: int) -> Iterator[Range]:
         """The written pages, which are protected again. Zero pages of the kernel's are left out."""
         mask = _WPALLOWED | _WRITTEN | _PFNZERO
@@ -61,9 +57,10 @@ class Pages:
             fields = (start, end, 0, vector, _BATCH, 0, inverted, mask, _PRESENT | _SWAPPED, _WRITTEN)
             argument = bytearray(_SCAN_ARGUMENT.pack(_SCAN_ARGUMENT.size, flags, *fields))
             count = fcntl.ioctl(self._pagemap, _SCAN, argument)
-            found = _FOUND.iter_unpack(self._found.raw[: count * _FOUND.size])
-            yield from [(first, last) for first, last, _ in found]
-            (walked,) = struct.unpack_from("=Q", argument, _WALK_END_AT)
-            if walked <= start:
+            found = [(first, last) for first, last, _ in _FOUND.iter_unpack(self._found.raw[: count * _FOUND.size])]
+            yield from found
+            if count < _BATCH:
                 return
-            start = walked
+            # Where the kernel has stopped. It leaves an earlier address there if it has come to the end.
+            (walked,) = struct.unpack_from("=Q", argument, _WALK_END_AT)
+            start = max(walked, found[-1][1])

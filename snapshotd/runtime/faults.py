@@ -24,6 +24,8 @@ class Point(StrEnum):
     BEGIN = "begin"
     READY = "ready"  # stripe files, device-memory channel and pinned staging buffers are ready; the job runs
     SENT_AHEAD = "sent-ahead"  # closed files are on the target; the job runs
+    PRECOPY = "precopy"  # the rank's memory is followed, nothing of it was sent; the job runs
+    PRECOPIED_ROUND = "precopied-round"  # a round of its memory is on the target; the job runs
     BEFORE_FREEZE = "before-freeze"
     PARKED = "parked"  # the threads of a GPU rank are parked; the GPU may still be working
     LOCKED = "locked"  # the GPU's work is drained as well

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -53,6 +54,25 @@ def test_a_page_that_was_written_after_the_last_round_is_not_below(job: Pages, c
     stop(job.pid)
     below = copy.pages("a", copy.finish())
     assert below == [page for page in range(PAGES) if page != 5]
+
+
+def test_memory_that_was_written_here_and_there_is_found_once_and_in_order(job: Pages, follow: Follow) -> None:
+    """More ranges than the kernel reports at a time."""
+    pages = 40_000
+    job.do(f"map a {pages}")
+    job.do(f"write a 0 {pages} 7")
+    copy = follow(job)
+    copy.round()
+    job.do(f"comb a 0 {pages} 8")
+    assert copy.pages("a", copy.round()) == list(range(0, pages, 2))
+    assert copy.scanned < pages * 0.6
+    job.do(f"comb a 0 {pages} 9")
+    stop(job.pid)
+    ranges = copy.tracker.finish()
+    assert ranges == sorted(ranges)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+    found = {address for start, end in ranges for address in range(start, end, PAGE_BYTES)}
+    assert copy.pages("a", found, pages * PAGE_BYTES) == list(range(1, pages, 2))
 
 
 def test_a_huge_page_is_found_by_the_pages_that_were_written(job: Pages, follow: Follow) -> None:

@@ -61,6 +61,8 @@ class Departure:
         await in_thread(
             checkpoint_room.give_up, self.node, move_log.move
         )  # an undo may have to wait for room on the GPU
+        if moving.precopy is not None:
+            await in_thread(moving.precopy.close)
         if moving.offload is not None:
             await moving.offload.close()
         if move_log.begin.coordinator:

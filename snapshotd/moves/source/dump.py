@@ -35,6 +35,7 @@ from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.offload import Offload
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
+from snapshotd.moves.precopied import Precopied
 from snapshotd.moves.record_parts import OffloadedMemory
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.source import closed_files
@@ -73,9 +74,10 @@ class Dump:
         facts: pb.RankFacts,
         offload: Offload | None = None,
         ahead: Ahead | None = None,
+        precopied: Precopied | None = None,
     ) -> None:
         self.node, self.log, self.entry, self.facts, self.offload = node, move_log, entry, facts, offload
-        self.ahead = ahead
+        self.ahead, self.precopied = ahead, precopied or Precopied()
         self.sink = sink_of(node, move_log, facts)
         self.images = images_folder(node, move_log.move)
         self.began_s = host.boottime_s()
@@ -155,7 +157,8 @@ class Dump:
         if self.linked:  # a criu that is killed leaves its links, and this daemon may be killed with it
             await in_thread(self.log.mark, Mark.FROZEN, linked=self.linked)
         with span("find shared pages"):
-            self.layers = await in_thread(ForkSharing(pids).layers)
+            shared = await in_thread(ForkSharing(pids, without=self.precopied.pids).layers)
+            self.layers = [*self.precopied.layers, *shared]
         with contextlib.ExitStack() as opened:
             fifos = await in_thread(self._make_fifos, pids, opened)
             try:
@@ -203,7 +206,7 @@ class Dump:
                 await file.write(described.encode())
             await self.sender.put_file(FILE, self.images / FILE)
             with span("finish"):
-                return [*await self.sender.finish(), *rest.result()]
+                return [*await self.sender.finish(), *rest.result(), *self.precopied.files]
 
     async def _send_closed(self, sender: Sender, carried: preflight.Carried, user: User) -> list[pb.ImageFile]:
         with span("send changed closed files"):

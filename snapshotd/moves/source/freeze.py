@@ -117,6 +117,9 @@ async def freeze(
         await in_thread(group.freeze, FREEZE_S)
     if not entry.process.alive():
         raise RankGone(f"rank {entry.rank} ended during the freeze", where=Where.UNKNOWN)
+    if moving.precopy is not None and moving.precopied is None:
+        with span("written memory"):
+            moving.precopied = await in_thread(moving.precopy.finish)
     if other := pending(group.pids()):
         raise Busy(f"move {other} of a rank it talks to is not finished", where=Where.SOURCE_FROZEN)
     rewires = await _silence(moving, entry, link, places)

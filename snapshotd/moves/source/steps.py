@@ -38,7 +38,7 @@ from snapshotd.moves.peers import connections
 from snapshotd.moves.record import Begin
 from snapshotd.moves.record_parts import ClusterNode
 from snapshotd.moves.rules import CopyState, Mark, Outcome
-from snapshotd.moves.source import closed_files, freeze, inspection, suspended
+from snapshotd.moves.source import closed_files, freeze, inspection, precopy, suspended
 from snapshotd.moves.source.dump import Dump
 from snapshotd.moves.source.settling import SourceSettling
 from snapshotd.moves.steps import late, must_be_at, step
@@ -164,9 +164,10 @@ class SourceSteps(SourceSettling):
         return pb.BeginReply()
 
     @step
-    async def prepare_device(self, move: str) -> pb.PrepareDeviceReply:
-        """Prepares the transfer of device memory while the whole job still runs. Later the job would have to wait for it, all
-        its ranks if gates are closed. If it fails the rank keeps running, and the driver aborts."""
+    async def prepare_device(self, move: str, precopy_percent: float = 0.0) -> pb.PrepareDeviceReply:
+        """Prepares the transfer of device memory, and sends files and host memory, while the whole job still runs. Later the
+        job would have to wait for it, all its ranks if gates are closed. If it fails the rank keeps running, and the driver
+        aborts."""
         async with self.working_on(move, "prepare", at={Mark.BEGUN}) as moving:
             parts = Parts()
             if moving.ahead is None:
@@ -175,8 +176,14 @@ class SourceSteps(SourceSettling):
                 await reach(Point.SENT_AHEAD)
             await freeze.make_ready(self.node, moving, self._entry(moving), parts)
             await reach(Point.READY)
+            if moving.precopy is None:  # last, so that little is written between it and the freeze
+                moving.precopy = await precopy.run(
+                    *(self.node, moving.log, self._entry(moving), precopy_percent, moving.facts.memory_bytes),
+                    stopped=lambda: moving.undoing or moving.lease_expired,
+                )
             moving.renew()
-            return pb.PrepareDeviceReply(parts=parts.all)
+            sent = moving.precopy
+            return pb.PrepareDeviceReply(parts=parts.all, warnings=sent.warnings, precopied_bytes=sent.sent_bytes)
 
     @step
     async def detach(self, move: str) -> pb.DetachReply:
@@ -218,7 +225,8 @@ class SourceSteps(SourceSettling):
             must_be_at(moving, {Mark.FROZEN}, ", not frozen")
             if moving.streaming is not None:
                 raise Busy(f"move {move} is being streamed already", where=Where.SOURCE_FROZEN)
-            dump = Dump(self.node, moving.log, self._entry(moving), moving.facts, moving.offload, moving.ahead)
+            ahead = (moving.offload, moving.ahead, moving.precopied)
+            dump = Dump(self.node, moving.log, self._entry(moving), moving.facts, *ahead)
             moving.streaming = task = asyncio.create_task(dump.run(), name=f"stream {move}")
         while not task.done():
             await asyncio.wait([task], timeout=0.1)
@@ -273,6 +281,7 @@ class SourceSteps(SourceSettling):
         if self.journal.find(check_move_id(move)) is None:
             await in_thread(self._refuse_permanently, move, reason)
         moving = self.moving(move)
+        moving.undoing = True  # a step that sends memory ends early
         async with self.ending(moving, "abort"):
             await self.stop_streaming(moving)
             if moving.log.outcome is None:

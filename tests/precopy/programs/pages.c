@@ -2,6 +2,7 @@
  * line:
  *   map NAME PAGES [huge]      maps NAME (a letter); prints its address
  *   write NAME FIRST COUNT VALUE
+ *   comb NAME FIRST COUNT VALUE    every other page
  *   zero NAME FIRST COUNT      writes zeros
  *   forget NAME FIRST COUNT    MADV_DONTNEED
  *   read NAME FIRST COUNT      reads one byte of each page
@@ -11,17 +12,19 @@
  *   madvise NAME ADVICE        of the whole of it
  *   lock NAME
  *   sum NAME FIRST COUNT       prints the sum of the first bytes of these pages
- *   fork                       a child that waits for the end of its input, and prints its pid
+ *   fork                       a child that ends with its parent; prints its pid
  *   descriptors                prints how many userfaultfds are open
  *   exec                       executes sleep
  */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #define PAGE 4096
@@ -69,11 +72,9 @@ static void act(const char *line)
 		int child = fork();
 
 		if (child == 0) {
-			char byte;
-
-			while (read(0, &byte, 1) > 0)
-				;
-			_exit(0);
+			prctl(PR_SET_PDEATHSIG, SIGKILL);
+			for (;;)
+				pause(); /* it must not read the parent's input */
 		}
 		printf("%d\n", child);
 		return;
@@ -101,6 +102,9 @@ static void act(const char *line)
 	page = known[name - 'a'].start + first * PAGE;
 	if (strcmp(verb, "write") == 0)
 		for (size_t i = 0; i < count; i++)
+			memset((char *)page + i * PAGE, value, PAGE);
+	else if (strcmp(verb, "comb") == 0)
+		for (size_t i = 0; i < count; i += 2)
 			memset((char *)page + i * PAGE, value, PAGE);
 	else if (strcmp(verb, "zero") == 0)
 		memset((char *)page, 0, count * PAGE);
