@@ -77,7 +77,7 @@ def test_ddp_job_is_rolled_back_onto_another_node_after_its_node_was_lost(torch_
 
 
 @pytest.mark.timeout(900)
-def test_protected_ddp_job_goes_on_after_a_rank_was_killed(torch_lab: TorchLab) -> None:
+def test_protected_ddp_job_goes_on_after_a_rank_was_killed_and_a_node_lost(torch_lab: TorchLab) -> None:
     """Nobody is asked: `migrator protect` rolls the job back. The failures of the rank and of the one that waits for it are
     held back, so the launchers notice nothing."""
     nodes = torch_lab.cluster
@@ -86,21 +86,29 @@ def test_protected_ddp_job_goes_on_after_a_rank_was_killed(torch_lab: TorchLab) 
     said = nodes.folder / "protect.out"
     with said.open("w") as out:
         guard = subprocess.Popen(
-            [*MIGRATOR, "protect", job.name, "--every", "600"],
+            [*MIGRATOR, "protect", job.name, "--every", "600", "--tries", "20"],
             env=nodes.environment(),
             stdout=out,
             stderr=subprocess.STDOUT,
         )
     try:
-        until("the first snapshot", lambda: _snapshots(nodes, job.name))
+        until("the first snapshot", lambda: ", paused " in said.read_text())
         job.await_progress(3)
         ranks = nodes.processes_of(str(job.end))
         (one,) = [pid for pid in ranks if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
         os.kill(one, signal.SIGKILL)
-        until("the rollback", lambda: "rolled back" in said.read_text(), 240)
+        until("the rollback", lambda: ", down " in said.read_text(), 240)
         job.await_progress(3)
         assert all(agent.process.poll() is None for agent in job.agents), job.text()
         assert len(nodes.processes_of(str(job.end))) == 2
+        nodes.move(job.agents[0], SPARE, rank=1)
+        job.await_progress(3)
+        before = said.read_text().count(", down ")
+        nodes.lab.crash(SPARE)  # nobody declares it dead: it counts as cut off when it was silent for long
+        until("the second rollback", lambda: said.read_text().count(", down ") > before, 240)
+        job.await_progress(3)
+        nodes.lab.boot(SPARE)
+        assert job.where() == {0: ONE, 1: TWO}
         job.end.touch()
         assert job.finish() == [0, 0], f"{job.text()}\n{nodes.logs()}"
         torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)

@@ -23,7 +23,7 @@ from snapshotd.api.errors import SnapshotError
 
 LOOK_S = 1.0
 #: A node that does not answer, or a rank that no node has, counts as lost after this time.
-LOST_S = 5.0
+LOST_S = 10.0
 AGAIN_S = 10.0
 
 

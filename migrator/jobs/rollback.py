@@ -71,7 +71,8 @@ async def _decide(cluster: Cluster, mine: Sequence[JobEntry], options: JobOption
     if not snapshots:
         raise NotFound(
             f"no node that answers keeps a snapshot of job {options.job}",
-            remedy="`migrator job list` shows the snapshots; the node that keeps the record may not answer",
+            remedy="`migrator job list` shows the snapshots. If the node that coordinates them does not answer, start it; if"
+            f" it never comes back, `migrator job rollback {options.job} --lost NODE` does without it",
         )
     entry = _of_one_job(snapshots, options.job)
     for node in options.lost:  # it may have been the coordinator, also if the record was taken over before
