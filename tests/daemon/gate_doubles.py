@@ -248,6 +248,7 @@ class Cluster:
                     rank=rank,
                     user_id=ALICE,
                     away_node="",
+                    role="home",
                     group=SimpleNamespace(pids=lambda pid=process.pid: [pid]),
                     to_proto=lambda at, uid=f"job-{rank}": pb.Rank(uid=uid, place=pb.Rank.HERE, at_node=at),
                 )
