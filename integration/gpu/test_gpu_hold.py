@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from integration.gpu.gpu_jobs import (
     record,
     undisturbed_runs,
 )
-from integration.harness import Cluster
+from integration.harness import Cluster, until
 from snapshotd.runtime.faults import Point
 
 pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(500), needs_cuda()]
@@ -56,6 +57,35 @@ def _configure(nodes: Cluster, *, hold: bool) -> None:
         path.write_text("\n".join([f"hold_device_memory = {json.dumps(hold)}", *lines]) + "\n")
         nodes.lab.kill_daemon(node)
         nodes.lab.start_daemon(node)
+
+
+def _used_mib() -> int:
+    """What is used of the GPU, by all processes."""
+    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0])
+
+
+def test_undone_moves_leave_the_memory_and_nothing_else(holding: Cluster, undisturbed: Undisturbed) -> None:
+    """The memory belongs to no process when the source's daemon is killed; its successor gives it back. After that and
+    another undone move the job has memory of its own, once: the driver would not checkpoint it otherwise."""
+    training = Training.start(holding, "hold-daemon", LARGE, device_memory="offload")
+    training.await_moment()
+    before_mib = _used_mib()
+    holding.fault(SOURCE, Point.CHECKPOINTED, "kill")
+    with holding.begin_move(training.job, TARGET) as move:
+        until("the daemon to die", lambda: holding.lab.daemon_pid(SOURCE) is None)
+        assert holding.processes_of("snapshotd.holder.process")
+        holding.lab.start_daemon(SOURCE)
+        move.wait(180)
+    training.await_progress()
+    holding.fault(TARGET, Point.REFILLED, "fail")
+    holding.move(training.job, TARGET, expect=UNDONE)
+    training.await_progress()
+    until("the holder to end", lambda: not holding.processes_of("snapshotd.holder"))
+    until("the memory of the copies to be free", lambda: abs(_used_mib() - before_mib) < 256)
+    training.move(TARGET)
+    training.runs_on(TARGET)
+    training.ends_as(undisturbed.want(LARGE))
 
 
 def test_held_memory_moves_there_and_back_and_is_undone(holding: Cluster, undisturbed: Undisturbed) -> None:
