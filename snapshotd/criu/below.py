@@ -132,6 +132,11 @@ def _incomplete(reason: str) -> Internal:
     )
 
 
+def size_bytes(layers: Iterable[Layer]) -> int:
+    """What the images leave out."""
+    return sum(page_ranges.size_bytes(layer.pages) for layer in layers)
+
+
 def described(layers: Iterable[Layer]) -> dict[int, int]:
     """What the target is told: of each process whose image leaves out pages, how many rounds were sent before the freeze; 0:
     the pages are its parent's."""

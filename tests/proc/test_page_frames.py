@@ -140,6 +140,17 @@ def test_page_that_the_kernel_moves_meanwhile_is_not_shared(
     assert memory.shared(layer.pages)[:3] == [(0, 50), (51, 100), (200, 300)]
 
 
+@pytest.mark.root
+def test_rank_whose_frames_cannot_be_read_is_dumped_whole(
+    forked: tuple[Memory, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_frames: PageFrames) -> list[page_ranges.Range]:
+        raise PermissionError("the kernel does not allow it")
+
+    monkeypatch.setattr(PageFrames, "private", refused)
+    assert ForkSharing([os.getpid(), forked[1]]).layers() == []
+
+
 def test_process_of_a_late_generation_is_dumped_whole() -> None:
     line = [Layer(pid=pid, pages=[(4096, 8192)], parent=pid - 1) for pid in range(2, 100)]
     kept = fork_sharing._without_deep(line)

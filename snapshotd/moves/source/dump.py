@@ -159,6 +159,7 @@ class Dump:
         with span("find shared pages"):
             shared = await in_thread(ForkSharing(pids, without=self.precopied.pids).layers)
             self.layers = [*self.precopied.layers, *shared]
+        self.expected = max(0, self.expected - below.size_bytes(self.layers))
         with contextlib.ExitStack() as opened:
             fifos = await in_thread(self._make_fifos, pids, opened)
             try:

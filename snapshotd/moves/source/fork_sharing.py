@@ -44,7 +44,7 @@ class ForkSharing:
         try:
             found = [layer for parent, ones in children.items() for layer in _shared_with(parent, ones)]
             return _without_deep(found)
-        except NotSupported as error:
+        except (NotSupported, OSError) as error:
             log.info("pages that forked processes share are sent for each of them: %s", error)
             return []
 
