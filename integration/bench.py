@@ -30,6 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=4096, help="size of the rank that is moved")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precopy-limit", type=float, default=5.0, help="percent; see `migrator move --precopy-limit`")
     parser.add_argument("--large", action="store_true", help="also the source's memory for an 8 GiB rank")
     parser.add_argument(
         "--only", choices=["pause", "precopy", "idle", "run", "transport", "memory", "connections", "nccl"]

@@ -30,7 +30,7 @@ def run(nodes: Cluster, options: argparse.Namespace, by_hand: Callable[[Sequence
     ratios, losses = [], []
     for number, to in zip(range(options.rounds), ["spare-1", "node-1"] * options.rounds, strict=False):
         usual = _rate(job, 10.0)
-        result, lines = _moved(nodes, job, to)
+        result, lines = _moved(nodes, job, to, "--precopy-limit", str(options.precopy_limit))
         theirs = sum(by_hand(program))
         phases = {phase["name"]: phase["seconds"] for phase in result["phases"]}
         during = _before_the_pause(lines, phases["prepare"])
@@ -43,7 +43,7 @@ def run(nodes: Cluster, options: argparse.Namespace, by_hand: Callable[[Sequence
             f"   ({usual * pages * 100 / (mib * 256):.0f} % written a second)",
             flush=True,
         )
-    plain, _ = _moved(nodes, job, "node-2", "--no-precopy")
+    plain, _ = _moved(nodes, job, "node-2")
     print(f"  without pre-copy: pause {plain['pause_s']:.2f} s")
     print(f"  median ratio {statistics.median(ratios):.2f}   median loss {statistics.median(losses) * 100:+.1f} %")
     job.kill()

@@ -18,6 +18,8 @@ from snapshotd.runtime.faults import Point
 pytestmark = pytest.mark.root
 
 MIB = 100
+#: As fast as possible.
+PRECOPY = ("--precopy-limit", "100")
 
 
 def start(nodes: Cluster, *more: str) -> tuple[Job, Path]:
@@ -45,7 +47,7 @@ def tracked(nodes: Cluster) -> bool:
 def test_memory_that_is_written_all_the_time_moves_there_and_back(nodes: Cluster) -> None:
     job, end = start(nodes, "--children")
     for to in (TARGET, SOURCE):
-        result = nodes.move(job, to)
+        result = nodes.move(job, to, more=PRECOPY)
         assert result["precopied_bytes"] > MIB << 20, (result, nodes.logs())
         assert result["bytes"] < result["precopied_bytes"], (result, nodes.logs())
         assert result["warnings"] == []
@@ -58,7 +60,7 @@ def move_that_waits(nodes: Cluster, job: Job) -> Iterator[int]:
     """A move that has sent one round of memory and waits; goes on after the block. Yields the pid of `migrator move`."""
     point = Point.PRECOPIED_ROUND
     nodes.fault(SOURCE, point, "wait")
-    with nodes.begin_move(job, TARGET, more=SHORT_LEASE) as process:
+    with nodes.begin_move(job, TARGET, more=(*SHORT_LEASE, *PRECOPY)) as process:
         try:
             until(f"{point}, or the end of the move", lambda: nodes.fired(SOURCE) or process.poll() is not None)
             assert process.poll() is None, (process.communicate(), nodes.logs())
@@ -94,6 +96,6 @@ def test_faults_while_memory_is_sent_leave_the_rank_running_and_untracked(nodes:
         os.kill(network_process(nodes, TARGET), signal.SIGKILL)
     goes_on()
     (rank,) = nodes.ps(job)
-    nodes.move(job, SOURCE if rank["node"] == TARGET else TARGET)
+    nodes.move(job, SOURCE if rank["node"] == TARGET else TARGET, more=PRECOPY)
     job.await_progress()
     finish(nodes, job, end)

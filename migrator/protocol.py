@@ -17,14 +17,15 @@ call; the *cut* is the call at which each rank of the job stops, so that none wa
 *Members* are the ranks of a communicator. A *held* copy is a restored process whose own code does not run yet. *Stripes* are
 files in host memory into which the shim copies device memory with several threads, and the *device channel* carries them.
 
-**Data.** Host memory leaves in PrepareDevice, what is written since in Stream, and becomes a process in Restore. Device
-memory leaves the GPU in Freeze: what the rank has allocated through the shim goes into stripe files, which are sent to the
-target while they are written, and the CUDA driver's checkpoint takes the rest into host memory, which Stream then sends. The
-source decides in PrepareDevice: if stripes are not possible (no room for them, or the rank was started with `--device-memory
-driver`), the rest is everything. Before that, the threads of the rank are stopped and the GPU's work is drained, so nothing
-changes meanwhile. Device memory arrives on the target's GPU in Restore; if the move is undone, Abort brings it back to the
-source's GPU from the same place. Open files are part of the image. Files of the source node that the rank made and has
-closed leave in PrepareDevice, what changed since in Stream; they are made on the target in Restore.
+**Data.** Host memory leaves in Stream, some of it already in PrepareDevice if the operator asks for it, and becomes a
+process in Restore. Device memory leaves the GPU in Freeze: what the rank has allocated through the shim goes into stripe
+files, which are sent to the target while they are written, and the CUDA driver's checkpoint takes the rest into host memory,
+which Stream then sends. The source decides in PrepareDevice: if stripes are not possible (no room for them, or the rank was
+started with `--device-memory driver`), the rest is everything. Before that, the threads of the rank are stopped and the
+GPU's work is drained, so nothing changes meanwhile. Device memory arrives on the target's GPU in Restore; if the move is
+undone, Abort brings it back to the source's GPU from the same place. Open files are part of the image. Files of the source
+node that the rank made and has closed leave in PrepareDevice, what changed since in Stream; they are made on the target in
+Restore.
 
 **Pause.** The rank stands still from Freeze to Activate. In an NCCL job every rank waits at its gate from Quiesce to Open.
 Processes on peers are stopped for about a millisecond in Repoint, and again if an undo points their sockets back. Packets

@@ -26,9 +26,7 @@ class MoveOptions:
     user_id: int | None = None  # whose job it is; None: must be clear from the others
     move: str = ""  # id of the move, for a caller that records it first; empty: a new one
     source: str = ""  # the node that has the rank; empty: must be clear from what all nodes say
-    precopy_percent: float = (
-        5.0  # how much of its time the job may lose while its memory is sent before the pause; 0: is not
-    )
+    precopy_percent: float = 0.0  # what the job may lose while its memory is sent before the pause; 0: it is not
 
 
 @dataclass(frozen=True)

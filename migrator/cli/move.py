@@ -48,21 +48,13 @@ def add(verbs: arguments.Verbs) -> None:
         default=MoveOptions.quiesce_timeout_s,
         help="undo the move if the ranks of an NCCL job reach no common point within S seconds (default: %(default)s)",
     )
-    sending = parser.add_mutually_exclusive_group()
-    sending.add_argument(
+    parser.add_argument(
         "--precopy-limit",
         type=_percent,
         metavar="PERCENT",
         default=MoveOptions.precopy_percent,
-        help="send memory before the pause, so that the job loses at most PERCENT of its time by waiting for processors"
+        help="send memory before the pause, so that the job loses about PERCENT of its time at most by waiting for processors"
         " and by page faults; 0: send all of it in the pause (default: %(default)g)",
-    )
-    sending.add_argument(
-        "--no-precopy",
-        action="store_const",
-        const=0.0,
-        dest="precopy_limit",
-        help="send all memory in the pause: the same as --precopy-limit 0",
     )
     parser.add_argument(
         "--trace",
