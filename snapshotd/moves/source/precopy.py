@@ -42,6 +42,9 @@ GRACE_S = 30.0
 #: How long there is work, before a rest.
 _WORK_S = 0.1
 _STOPPED_EVERY_S = 0.1
+#: Between protecting pages and reading them. A write by another process (process_vm_writev) may have looked at a page before
+#: it was protected, and change it after: it is done by then.
+_SETTLE_S = 0.2
 
 
 async def run(
@@ -182,6 +185,7 @@ class _Rounds:
             if reason := await in_thread(devices.writers_of, one.pid):
                 raise Unsupported(reason)
             found_bytes = await in_thread(one.tracker.scan)
+            await asyncio.sleep(_SETTLE_S)
             if reason := await in_thread(devices.writers_of, one.pid):
                 raise Unsupported(reason)
         except (*GONE, OSError, SnapshotError, Unsupported) as error:
