@@ -166,7 +166,8 @@ async def ask(
             await loop.sock_sendall(ours, _notified(ok=True))
 
     try:
-        answer = await asyncio.wait_for(talk(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            answer = await talk()
     except TimeoutError as error:
         raise Timeout(f"criu did not finish within {timeout_s:.0f} s\n{excerpt(log_path)}", where=where) from error
     except (BrokenPipeError, ConnectionResetError) as error:

@@ -78,5 +78,7 @@ class Moving:
     async def wait(self, seconds: float) -> None:
         """Returns after this time, or as soon as `wake` is called."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.changed.wait(), seconds)
+            # Not wait_for: before Python 3.12 that forgets a cancellation which comes at the same moment as the event.
+            async with asyncio.timeout(seconds):
+                await self.changed.wait()
         self.changed.clear()

@@ -221,7 +221,8 @@ class NetworkProcess:
     async def _watch_files(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look.wait(), _LOOK_S)
+                async with asyncio.timeout(_LOOK_S):  # not wait_for: see snapshotd/moves/moving.py
+                    await self._look.wait()
             self._look.clear()
             if await in_thread(self._files.replaced):
                 self._link.send_soon(self._files.frame)

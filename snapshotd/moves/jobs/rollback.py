@@ -276,7 +276,8 @@ async def answers(endpoint: str, limit_s: float = PROBE_S, *, if_unknown: bool =
     `if_unknown`: the answer if this machine could not ask, because it lacks descriptors, say."""
     address, port = split_address(endpoint)
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), limit_s)
+        async with asyncio.timeout(limit_s):
+            _, writer = await asyncio.open_connection(address, port)
     except ConnectionError:
         return True
     except TimeoutError:

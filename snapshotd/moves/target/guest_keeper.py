@@ -44,7 +44,8 @@ async def start(
         await in_thread(keeper.order, orders, KEEPER_S)
         how = "did not connect"
         await reach(Point.KEEPER_STARTED)
-        link = await asyncio.wait_for(connected, KEEPER_S)
+        async with asyncio.timeout(KEEPER_S):
+            link = await connected
     except BaseException as error:
         await in_thread(keeper.end)  # and criu with it
         if not isinstance(error, TimeoutError | BrokenPipeError):

@@ -181,7 +181,8 @@ class Sender:
             if stop is Stop.NO_WRITER and eof is not None:
                 # A writer closed the pipe without a byte: poll reports that for ever, so check only now and then.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(eof.wait(), _PATIENCE_MS / 1000)
+                    async with asyncio.timeout(_PATIENCE_MS / 1000):
+                        await eof.wait()
         if not offset:  # not in a thread: most FIFOs of a dump are empty, and all of them end at the same moment
             await self._slots.acquire()
             self._sequence += 1
