@@ -32,7 +32,7 @@ def record() -> pb.JobRecord:
     return pb.JobRecord(participants=parts)
 
 
-PLACES = {0: Place("a", pb.RankFacts()), 1: Place("a", pb.RankFacts())}
+PLACES = {rank: Place("a", pb.RankFacts(source_node=node)) for rank, node in enumerate(("a", "b"))}
 
 
 def test_ranks_come_back_where_they_were_or_on_a_spare() -> None:

@@ -55,6 +55,7 @@ async def serve(name: str, ip: str, state: str, folder: str, users: str) -> None
         credentials=mine,
         connection_users=tuple(filter(None, users.split(","))),
         allow_root_ranks=False,
+        data_addresses=(),
     )
     node = SimpleNamespace(
         config=config,
