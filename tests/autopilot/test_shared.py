@@ -119,6 +119,7 @@ async def test_snapshot_shortens_the_history_and_late_copies_continue_from_it(
 ) -> None:
     monkeypatch.setattr(shared, "EVERY", 30)
     monkeypatch.setattr(shared, "EVERY_CHUNK", 0)
+    monkeypatch.setattr(leader, "TTL_S", 60)  # nothing here keeps the term alive
     monkeypatch.setattr("migrator.autopilot.snapshots.CHUNK_BYTES", 1000)
     term = await asyncio.to_thread(elected, etcd)
     client = Etcd(etcd.settings)
