@@ -53,6 +53,14 @@ class Protected(Daemon):
             self.copies |= {part.copy: pb.Copy(state=pb.Copy.KEPT) for part in parts}
             await self.settle(record)
             assert self.journal.get(record).last_mark is Mark.SETTLED
+            await self.let_go(record)
+
+    async def let_go(self, record: str) -> None:
+        """Waits until the settle loop has noticed that the record is settled."""
+        async with asyncio.timeout(60):
+            while (moving := self.steps.moves.get(record)) is not None:
+                moving.wake()
+                await asyncio.sleep(0.01)
 
     async def roll_back(self, snapshot: str, record: str = THIRD, lost: tuple[str, ...] = ()) -> None:
         nodes = [pb.NodeAddresses(name=name, endpoint="e") for name in ("node-1", "node-2")]
@@ -101,9 +109,7 @@ async def test_suspended_job_is_not_rolled_back(daemon: Protected) -> None:
     await daemon.steps.commit(RECORD)
     daemon.stored |= {f"m-{64 + rank:012x}": pb.Outcome(kind=pb.COMMIT, settled=True) for rank in (0, 1)}
     await daemon.settle(RECORD)
-    async with asyncio.timeout(60):
-        while RECORD in daemon.steps.moves:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await daemon.let_go(RECORD)
     with pytest.raises(WrongState, match="is suspended"):
         await daemon.roll_back(FIRST)
 
