@@ -78,8 +78,8 @@ def test_ddp_job_is_rolled_back_onto_another_node_after_its_node_was_lost(torch_
 
 @pytest.mark.timeout(900)
 def test_protected_ddp_job_goes_on_after_a_rank_was_killed_and_a_node_lost(torch_lab: TorchLab) -> None:
-    """Nobody is asked: `migrator protect` rolls the job back. The failures of the rank and of the one that waits for it are
-    held back, so the launchers notice nothing."""
+    """`migrator protect` rolls the job back without being asked. Its keepers hold back the failure of the killed rank and of
+    the rank that waits for it, so the launchers notice nothing."""
     nodes = torch_lab.cluster
     job = torch_lab.plain("ddp.py", "--pace-s", "0.05", "--until", "{end}", nodes=(ONE, TWO), name="protected")
     job.await_steps(5)

@@ -38,9 +38,7 @@ def limited_daemon(nodes: Cluster, node: str) -> Iterator[Path]:
     mounts = mountinfo.parse(Path("/proc/self/mountinfo").read_text())
     root = next((one.point for one in mounts if one.kind == "cgroup" and "memory" in one.options), None)
     if root is None:
-        pytest.skip(
-            "a lab starts its daemons in cgroups (v2) of its own, so the memory controller has to be that of v1"
-        )
+        pytest.skip("needs the memory controller of cgroup v1: a lab starts its daemons in cgroups (v2) of its own")
     own = Path("/proc/self/cgroup").read_text().splitlines()
     home = root / next(line.split(":")[2] for line in own if line.split(":")[1] == "memory").lstrip("/")
     group = root / f"test-memory-{os.getpid()}-{time.monotonic_ns()}"

@@ -14,8 +14,9 @@ from integration.drill import SOURCE, TARGET
 from integration.harness import PATIENCE_S, SHORT_LEASE, Cluster, Job, until
 from integration.test_network_process import network_process
 from snapshotd.runtime.faults import Point
+from tests.kernel import needs_page_scans
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, needs_page_scans]
 
 MIB = 100
 #: As fast as possible.

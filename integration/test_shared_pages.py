@@ -7,6 +7,7 @@ from pathlib import Path
 
 from integration.harness import Cluster
 from integration.test_moves import uninterrupted
+from tests.kernel import needs_page_scans
 
 
 def used_bytes(pids: list[int], kind: str) -> int:
@@ -15,6 +16,7 @@ def used_bytes(pids: list[int], kind: str) -> int:
     return sum(int(size) << 10 for text in texts for size in re.findall(rf"^{kind}: +(\d+) kB", text, re.MULTILINE))
 
 
+@needs_page_scans
 def test_pages_that_forked_processes_share_are_sent_once_and_shared_again(nodes: Cluster) -> None:
     end = nodes.folder / "end-of-forked"
     end.unlink(missing_ok=True)

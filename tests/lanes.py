@@ -10,12 +10,16 @@ from __future__ import annotations
 import os
 
 MAY_LACK: dict[str, tuple[str, ...]] = {
-    # Also on arm64, and in containers whose root does not have all capabilities.
+    # Also on arm64, with an older kernel, and in containers whose root does not have all capabilities and devices.
     "ci": (
         "no NVIDIA",
         "no NCCL is installed",
         "on x86-64 only",
         "needs CAP_SYS_RESOURCE",
+        "needs Linux 6.7",
+        "needs the memory controller of cgroup v1",
+        "needs a file system with O_DIRECT",
+        "needs /dev/fuse",
         "make test-systemd",
         "make test-all",
     ),

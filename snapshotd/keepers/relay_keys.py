@@ -8,8 +8,9 @@ Each key is recorded with the rank's entry before it is used. A node presents th
 answered, and its own one always. So a daemon may end at any point: whichever of the two keys the home node has recorded,
 the node presents it. A rank that moves on while its home node is unreachable takes the former keys along.
 
-With its key a node names the coordinator that may end its copy. The home node takes that from no other node: whoever could
-end a copy could come back with a key made from the record that ended it (`after_end`). Such a key is accepted once.
+With its key, a node also names the coordinator that may end its copy. The home node accepts that name from no other node: a
+node that can end a copy can come back with a key made from the record that ended it (`after_end`). Such a key is accepted
+once.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Connections of a move are spread over the routes: the first goes by the first route, the second by the second. A connection
 whose own route does not work goes by the next one, so a cable that is out makes a move slower and does not fail it.
 
-Invariant: routes decide where packets go, never who is trusted. Whoever answers must still prove in the handshake that it is
-the target (handshake.py).
+Invariant: routes decide where packets go, never who is trusted. The peer must still prove in the handshake that it is the
+target (handshake.py).
 """
 
 from __future__ import annotations

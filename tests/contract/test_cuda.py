@@ -32,6 +32,7 @@ from tests.contract.cuda_driver import (
     holders,
     pairs_of,
 )
+from tests.descriptors import open_links
 
 # ---------------------------------------------------------------- processes without a state
 
@@ -105,8 +106,7 @@ async def test_checkpointed_process_holds_nothing_of_the_gpu(gpus: Gpus, start: 
     assert job.pid in await holders(gpus)
     await check_point(gpus, job.process)
     assert "/dev/nvidia" not in Path(f"/proc/{job.pid}/maps").read_text()
-    open_files = [os.readlink(entry) for entry in Path(f"/proc/{job.pid}/fd").iterdir()]
-    assert not [name for name in open_files if name.startswith("/dev/nvidia")]
+    assert not [name for name in open_links(job.pid).values() if name.startswith("/dev/nvidia")]
     assert job.pid not in await holders(gpus)
     await go_on(gpus, job.process)
     assert (await holders(gpus))[job.pid] >= 64 * MIB

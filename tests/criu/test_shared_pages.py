@@ -20,10 +20,12 @@ from snapshotd.proc import tree
 from snapshotd.runtime import programs
 from tests.criu.test_restore_as_user import PREFIX, USER, wait
 from tests.installation import readable_python
+from tests.kernel import needs_page_scans
 
 pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(not (PREFIX / "criu").exists(), reason="no CRIU of our own: run `make setup`"),
+    needs_page_scans,
 ]
 
 MIB = 1 << 20

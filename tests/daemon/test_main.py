@@ -25,6 +25,7 @@ from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import BadConfig, Busy, Denied, Full, Unreachable
 from snapshotd.sandbox import filter as seccomp
 from tests.daemon.test_config import fake_criu, toml
+from tests.descriptors import open_links
 from tests.served import Certificates
 
 REPO = Path(__file__).parents[2]
@@ -346,8 +347,7 @@ def test_network_process_has_no_privileges(place: Place) -> None:
     assert re.search(r"Max core file size +0 +0 ", Path(f"/proc/{pid}/limits").read_text())
     assert Path(f"/proc/{pid}/maps").stat().st_uid == 0, "it is dumpable"
     # It has no file of the daemon. With a descriptor of the lock it could release that, or write another pid into it.
-    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
-    assert [link for link in links if link.startswith(str(place.folder))] == []
+    assert [link for link in open_links(pid).values() if link.startswith(str(place.folder))] == []
 
 
 @pytest.mark.slow

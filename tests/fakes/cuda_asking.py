@@ -69,7 +69,3 @@ def maps(pid: int) -> str:
 
 def device_mappings(pid: int) -> list[str]:
     return [line.split()[0] for line in maps(pid).splitlines() if line.startswith("3000")]
-
-
-def open_files(pid: int) -> list[str]:
-    return [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]

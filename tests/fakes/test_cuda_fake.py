@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.descriptors import open_links
 from tests.fakes.cuda_asking import (
     CHECKPOINTED,
     DEVICE_BYTES,
@@ -27,7 +28,6 @@ from tests.fakes.cuda_asking import (
     device_mappings,
     error,
     maps,
-    open_files,
     state,
     used,
 )
@@ -185,14 +185,14 @@ def test_device_memory_is_gone_while_checkpointed_and_back_after_restore(
     job = start(node, "--pinned-mib", "4", FAKE_CUDA_DEVICE_DIR=str(devices))
     before = device_mappings(job.pid)
     assert before
-    assert sum(str(devices) in name for name in open_files(job.pid)) == 3
+    assert sum(str(devices) in name for name in open_links(job.pid).values()) == 3
     assert maps(job.pid).count(str(devices)) == 3
     assert "/dev/zero (deleted)" in maps(job.pid)
     for call in ("lock", "checkpoint"):
         assert error(node, call, job.pid) == "SUCCESS"
     assert not device_mappings(job.pid)
     assert str(devices) not in maps(job.pid)
-    assert not [name for name in open_files(job.pid) if str(devices) in name or str(node.folder) in name]
+    assert not [name for name in open_links(job.pid).values() if str(devices) in name or str(node.folder) in name]
     assert used(node) == [{}, {}]
     for call in ("restore", "unlock"):
         assert error(node, call, job.pid) == "SUCCESS"

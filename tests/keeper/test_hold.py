@@ -13,6 +13,7 @@ import pytest
 from snapshotd.api.errors import RankGone, Timeout
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.stdio_state import InputState
+from tests.descriptors import open_links
 from tests.keeper.nodes import Node, python, until
 
 MOVE = "m-0123456789ab"
@@ -98,9 +99,8 @@ def _state(pid: int) -> str:
 def _end_has_arrived(keeper_pid: int, rank_pid: int) -> bool:
     """Whether the keeper has closed its write end of the rank's stdin."""
     stdin = os.readlink(f"/proc/{rank_pid}/fd/0")
-    for fd in os.listdir(f"/proc/{keeper_pid}/fd"):
-        path = f"/proc/{keeper_pid}/fd/{fd}"
-        if os.readlink(path) == stdin:
+    for fd, link in open_links(keeper_pid).items():
+        if link == stdin:
             with open(f"/proc/{keeper_pid}/fdinfo/{fd}") as info:
                 flags = int(info.read().split("flags:")[1].split()[0], 8)
             if flags & os.O_ACCMODE == os.O_WRONLY:

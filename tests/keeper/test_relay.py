@@ -14,6 +14,7 @@ import pytest
 
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.stdio_state import StdioState
+from tests.descriptors import open_links
 from tests.keeper.guests import Guest, Way, alive
 from tests.keeper.nodes import Node, python, until
 
@@ -223,7 +224,7 @@ async def test_rank_continues_while_its_home_node_is_unreachable(node: Node, oth
 
 
 def _has_spooled(keeper_pid: int) -> bool:
-    return any("(deleted)" in os.readlink(f"/proc/{keeper_pid}/fd/{fd}") for fd in os.listdir(f"/proc/{keeper_pid}/fd"))
+    return any("(deleted)" in link for link in open_links(keeper_pid).values())
 
 
 async def test_second_move_carries_unacknowledged_output(node: Node, other: Node, tmp_path: Path) -> None:

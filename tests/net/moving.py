@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import select
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from snapshotd.net import repair, socket_state, sockets
 from snapshotd.net.flows import Flow, Pair
 from snapshotd.net.rebuild import rebuild
 from snapshotd.net.repoint import Change
+from tests.descriptors import open_links
 from tests.net.hosts import REPOSITORY, Host
 from tests.net.talker import TOTAL_BYTES, half
 
@@ -135,8 +135,7 @@ def release(hosts: list[Host]) -> None:
 def visible(pid: int) -> dict[str, str]:
     """What a process can see of its descriptors: their files, and the registrations of each epoll instance."""
     seen = {}
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        link = os.readlink(f"/proc/{pid}/fd/{name}")
-        registered = Path(f"/proc/{pid}/fdinfo/{name}").read_text() if "eventpoll" in link else ""
-        seen[name] = link + registered
+    for number, link in open_links(pid).items():
+        registered = Path(f"/proc/{pid}/fdinfo/{number}").read_text() if "eventpoll" in link else ""
+        seen[str(number)] = link + registered
     return seen

@@ -11,11 +11,6 @@ from snapshotd.precopy.tracker import Tracker
 from tests.shim.jobs import Job
 
 
-def new_enough() -> bool:
-    release = os.uname().release.split("-")[0].split(".")
-    return tuple(int(part) for part in release[:2]) >= (6, 7)
-
-
 class Pages(Job):
     """programs/pages.c"""
 

@@ -23,7 +23,7 @@ def test_a_file_that_bypasses_the_page_cache_is_found(tmp_path: Path) -> None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError as error:
-        pytest.skip(f"this file system has no O_DIRECT: {error}")
+        pytest.skip(f"needs a file system with O_DIRECT: {error}")
     try:
         assert "past the page cache" in devices.writers_of(os.getpid())
     finally:
@@ -31,7 +31,7 @@ def test_a_file_that_bypasses_the_page_cache_is_found(tmp_path: Path) -> None:
     assert devices.writers_of(os.getpid()) == ""
 
 
-@pytest.mark.skipif(os.getuid() != 0 or not os.path.exists("/dev/fuse"), reason="needs root and a device")
+@pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="needs /dev/fuse, and the right to open it")
 def test_a_device_is_found() -> None:
     fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     try:

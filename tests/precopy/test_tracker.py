@@ -13,13 +13,15 @@ import pytest
 from snapshotd.api.errors import SnapshotError
 from snapshotd.inprocess.abi import Command
 from snapshotd.precopy.messages import PAGE_BYTES
-from tests.precopy.followed import Copy, Pages, new_enough
+from tests.descriptors import open_links
+from tests.kernel import needs_page_scans
+from tests.precopy.followed import Copy, Pages
 from tests.shim.jobs import stop, until
 
 pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(os.getuid() != 0, reason="other processes' memory needs root"),
-    pytest.mark.skipif(not new_enough(), reason="Linux 6.7 or later tells which pages are written"),
+    needs_page_scans,
 ]
 
 Follow = Callable[[Pages], Copy]
@@ -182,9 +184,8 @@ def test_a_descriptor_that_no_daemon_took_is_closed_by_the_process_itself(job: P
 def test_a_forked_child_has_no_copy_of_the_descriptor(job: Pages) -> None:
     assert job.mailbox().ask(Command.TRACK_OPEN, 5).status == 0
     child = int(job.do("fork"))
-    descriptors = Path(f"/proc/{child}/fd")
     # The child closes it before its own first instruction, which may be after the parent has answered.
-    until(lambda: not any(os.readlink(one) == "anon_inode:[userfaultfd]" for one in descriptors.iterdir()))
+    until(lambda: "anon_inode:[userfaultfd]" not in open_links(child).values())
     assert job.do("descriptors") == "1"
     os.kill(child, signal.SIGKILL)
 

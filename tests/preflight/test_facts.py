@@ -18,6 +18,7 @@ from snapshotd.api.snapshotd_pb2 import Check, FileFact, RankFacts
 from snapshotd.files.paths import open_regular
 from snapshotd.preflight import Carried, compare_files, digest, list_carried, recheck, sync_files
 from snapshotd.preflight.sockets import unix_sockets_of
+from tests.descriptors import open_links
 from tests.preflight.conftest import Starter
 from tests.preflight.ranks import CARRY_PATHS
 
@@ -255,8 +256,7 @@ def test_unix_peers_are_found_in_another_network_namespace(rank: Starter) -> Non
     child = rank("assert libc.unshare(0x40000000) == 0\na, b = socket.socketpair()")
     here = os.readlink("/proc/thread-self/ns/net")
     peers = unix_sockets_of(child.pid).peers
-    links = [os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()]
-    ends = [int(link[8:-1]) for link in links if link.startswith("socket:")]
+    ends = [int(link[8:-1]) for link in open_links(child.pid).values() if link.startswith("socket:")]
     assert (peers[ends[0]], peers[ends[1]]) == (ends[1], ends[0])
     assert ends[0] not in unix_sockets_of(os.getpid()).peers
     assert os.readlink("/proc/thread-self/ns/net") == here

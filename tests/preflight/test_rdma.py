@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from snapshotd.preflight import NcclReports, recheck
 from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.objects import Kind, kind_of
 from snapshotd.preflight.rdma_checks import rdma
+from tests.descriptors import open_links
 from tests.preflight.conftest import Starter
 from tests.preflight.gpu_ranks import gpu_rank
 from tests.preflight.ranks import Child
@@ -28,7 +28,7 @@ def report(*devices: ncclctl.RdmaDevice, communicators: int = 1) -> ncclctl.Repo
 
 
 def descriptor(pid: int) -> int:
-    (found,) = [int(one.name) for one in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(one) == DEVICE]
+    (found,) = [number for number, link in open_links(pid).items() if link == DEVICE]
     return found
 
 

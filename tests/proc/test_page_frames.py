@@ -14,9 +14,13 @@ import pytest
 
 from snapshotd.criu import below, page_ranges
 from snapshotd.criu.below import Layer
+from snapshotd.criu.page_ranges import Ranges
 from snapshotd.moves.source import fork_sharing
 from snapshotd.moves.source.fork_sharing import ForkSharing
 from snapshotd.proc.page_frames import PAGE_BYTES, NotSupported, PageFrames, private_mappings, same_frames
+from tests.kernel import needs_page_scans
+
+pytestmark = needs_page_scans
 
 PRESENT = 1 << 63
 MIB = 1 << 20
@@ -69,12 +73,12 @@ class Memory:
     def drop(self, first: int, last: int) -> None:
         self.view.madvise(mmap.MADV_DONTNEED, first * PAGE_BYTES, (last - first) * PAGE_BYTES)
 
-    def shared(self, layer_pages: object) -> list[tuple[int, int]]:
+    def shared(self, layer_pages: Ranges) -> list[tuple[int, int]]:
         """The page numbers of the ranges that lie in this memory."""
         whole = [(self.address, self.address + 16 * MIB)]
         return [
             ((start - self.address) // PAGE_BYTES, (end - self.address) // PAGE_BYTES)
-            for start, end in page_ranges.common(list(layer_pages), whole)  # type: ignore[call-overload]
+            for start, end in page_ranges.common(list(layer_pages), whole)
         ]
 
 

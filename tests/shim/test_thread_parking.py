@@ -15,6 +15,7 @@ from snapshotd.api.errors import GpuFailed, RankGone, Timeout
 from snapshotd.inprocess import shimctl
 from snapshotd.inprocess.abi import Command
 from snapshotd.proc import tree
+from tests.descriptors import open_links
 from tests.sampling import Sampler
 from tests.shim.jobs import Job, Work, compile_c, python, stop, until
 
@@ -384,9 +385,7 @@ def test_forked_child_keeps_no_descriptor_of_the_library(work: StartWork) -> Non
     box = job.mailbox()
     for _ in range(20):
         box.park(20)
-        assert {
-            os.readlink(f"/proc/{job.pid}/fd/{fd}").partition(":")[0] for fd in os.listdir(f"/proc/{job.pid}/fd")
-        } == {"pipe"}
+        assert {link.partition(":")[0] for link in open_links(job.pid).values()} == {"pipe"}
         box.release(20)
     job.moves()
 

@@ -61,7 +61,7 @@ class Endings:
             return str(error)
 
     def _copies_of(self, request: pb.EndRanksRequest) -> list[RankEntry]:
-        """All copies here of that incarnation, whoever their coordinator is: none of them may be left."""
+        """All copies of that incarnation on this node, for any coordinator: none of them may be left."""
         asked = set(request.rank_uids)
         mine = [one for one in self.node.ranks.all() if one.uid in asked and not one.away_node]
         return [one for one in mine if one.incarnation == request.incarnation]

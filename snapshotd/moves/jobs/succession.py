@@ -172,7 +172,7 @@ class Succession:
         return found
 
     async def _abort(self, moving: Moving, reason: str, by: str) -> None:
-        """Nobody else will decide this any more. Whatever the former coordinator has decided, the job is rolled back next."""
+        """No other node decides this any more. The job is rolled back next, whether or not it was decided before."""
         if moving.log.begin.role == "source":
             async with self.source.ending(moving, "abort"):
                 await self.source.stop_streaming(moving)

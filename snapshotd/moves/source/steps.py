@@ -110,11 +110,7 @@ class SourceSteps(SourceSettling):
         if (len(request.nonce) < 16 and not suspends) or not 1 <= request.lease_s <= 3600:
             raise Usage("a move begins with the target's nonce and a lease of 1 to 3600 s")
         if suspends:
-            check_move_id(request.coordinator.record)
-        if suspends:
-            suspended.must_be_bound_to(entry, request.coordinator.node)
-        if request.snapshot and entry.incarnation != request.incarnation:
-            raise WrongState(f"rank {entry.rank} is of another incarnation of its job now", where=Where.SOURCE_RUNNING)
+            suspended.must_fit(entry, request)
         await reach(Point.BEFORE_BEGIN)
         config = self.node.config
         begin = Begin(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Where, WrongState
 from snapshotd.keepers.ranks import RankEntry
-from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.nccl import gate_processes
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.where import where_of
@@ -84,3 +84,12 @@ def decides_alone(move_log: MoveLog) -> bool:
 def copy_exists(move_log: MoveLog, entry: RankEntry | None) -> bool:
     """Whether the rank's process is here, and the keeper without which it must not run."""
     return move_log.copy_exists() and entry is not None and entry.keeper_alive()
+
+
+def must_fit(entry: RankEntry, request: pb.BeginRequest) -> None:
+    """Raises Usage for a coordinator's record without a valid name. Raises WrongState if another node coordinates the rank's
+    job, or if the job was rolled back since the snapshot was asked for."""
+    check_move_id(request.coordinator.record)
+    must_be_bound_to(entry, request.coordinator.node)
+    if request.snapshot and entry.incarnation != request.incarnation:
+        raise WrongState(f"rank {entry.rank} is of another incarnation of its job now", where=Where.SOURCE_RUNNING)

@@ -185,15 +185,11 @@ class TargetSteps(TargetSettling):
         _must_be_sealed(request.sealed, caller)
         async with self.working_on(request.move, "prepare", at={Mark.PREPARED}):
             plain = request.plain and self.node.config.device_channel == "plain"
+            move, names, expected_bytes = request.move, request.names, request.expected_bytes
             incoming = await self.device_channels.open(
-                request.move,
-                self.node.store.path(request.move),
-                request.names,
-                caller,
-                plain=plain,
-                expected_bytes=request.expected_bytes,
+                *(move, self.node.store.path(move), names, caller), plain=plain, expected_bytes=expected_bytes
             )
-            await in_thread(self.node.store.set_aside, request.move, request.names, request.expected_bytes)
+            await in_thread(self.node.store.set_aside, move, names, expected_bytes)
         return pb.OpenDeviceChannelReply(
             port=incoming.port, key=incoming.key, plain=plain, sealed=True, endpoints=incoming.endpoints
         )

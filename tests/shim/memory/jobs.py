@@ -16,6 +16,7 @@ import pytest
 from snapshotd.inprocess import devmem, shimctl
 from snapshotd.inprocess.abi import Command
 from snapshotd.inprocess.mailbox import Answer
+from tests.descriptors import open_links
 from tests.shim.jobs import STUCK_S, Job
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -147,8 +148,7 @@ class DeviceJob(Job):
 
     def leftovers(self) -> list[str]:
         """Descriptors that OPEN and READY have left."""
-        links = [os.readlink(link) for link in Path(f"/proc/{self.pid}/fd").iterdir()]
-        return [link for link in links if str(self.folder) in link or "socket" in link]
+        return [link for link in open_links(self.pid).values() if str(self.folder) in link or "socket" in link]
 
     def workers(self) -> list[int]:
         """The library's threads that copy."""

@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+from tests.descriptors import open_links
 from tests.fakes.cuda_fake import GpuNode
 from tests.shim.jobs import compile_c, until
 from tests.shim.memory.conftest import Room, Start
@@ -143,8 +144,7 @@ def test_forked_child_has_no_blocks_and_no_stripe_files(start_job: Start) -> Non
     child = int(job.do("fork").split()[0])
     try:
         until(lambda: len(os.listdir(f"/proc/{child}/task")) > 1, "it has begun")
-        links = [os.readlink(link) for link in Path(f"/proc/{child}/fd").iterdir()]
-        assert not [link for link in links if str(job.folder) in link]
+        assert not [link for link in open_links(child).values() if str(job.folder) in link]
         with Path(f"/proc/{child}/mem").open("rb") as memory:
             memory.seek(job.mailbox().address + 912)
             assert memory.read(24) == bytes(24)

@@ -19,6 +19,7 @@ from snapshotd.inprocess import devmem
 from snapshotd.inprocess import holding as inprocess_holding
 from snapshotd.inprocess.abi import Command
 from snapshotd.inprocess.holding import _BLOCK, BATCH, HeldBlock
+from tests.descriptors import open_links
 from tests.fakes.cuda_fake import GpuNode
 from tests.shim.jobs import STUCK_S, until
 from tests.shim.memory.conftest import Start
@@ -29,7 +30,7 @@ __all__ = ["held"]
 
 
 def sockets(job: DeviceJob) -> list[int]:
-    return [int(link.name) for link in Path(f"/proc/{job.pid}/fd").iterdir() if "socket" in os.readlink(link)]
+    return [number for number, link in open_links(job.pid).items() if "socket" in link]
 
 
 def test_memory_is_not_released_before_it_is_kept(start_job: Start, held: Held) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.descriptors import open_links
 from tests.fakes.cuda_fake import GpuNode
 from tests.shim.jobs import until
 from tests.shim.memory.conftest import Room, Start
@@ -92,7 +93,7 @@ def test_offload_fails_if_the_job_replaced_a_stripe_descriptor(start_job: Start,
     job.ready()
     theirs = tmp_path / "theirs"
     theirs.write_bytes(b"precious")
-    numbers = [int(link.name) for link in Path(f"/proc/{job.pid}/fd").iterdir() if "device-1" in os.readlink(link)]
+    numbers = [number for number, link in open_links(job.pid).items() if "device-1" in link]
     assert job.do(f"replace {numbers[0]} {theirs}") == "done"
     job.park_threads()
     with refused(errno.EBADF, "not its own"):

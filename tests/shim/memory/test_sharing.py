@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.descriptors import open_links
 from tests.fakes.cuda_fake import GpuNode
 from tests.shim.jobs import until
 from tests.shim.memory.conftest import Room, Start
@@ -148,8 +149,7 @@ def test_a_silent_client_of_the_ipc_server_delays_no_other(start_job: Start) -> 
 def test_files_that_replace_the_ipc_servers_descriptors_stay_open(start_job: Start, tmp_path: Path) -> None:
     owner = start_job("fill 4")
     handle = _said(owner, "share 0")
-    files = {int(link.name): os.readlink(link) for link in Path(f"/proc/{owner.pid}/fd").iterdir()}
-    ours = [number for number, target in files.items() if "socket" in target or "zero" in target]
+    ours = [number for number, target in open_links(owner.pid).items() if "socket" in target or "zero" in target]
     assert len(ours) == 2
     for number in ours:
         own = tmp_path / f"own-{number}"
@@ -183,7 +183,7 @@ def test_memory_that_cannot_be_mapped_leaves_nothing_behind(start_job: Start, no
     assert _said(guest, f"open {handle}") == "error-999"
     assert _shared(guest) == (0, 0)
     assert guest.do("room") == before
-    assert not [link for link in Path(f"/proc/{guest.pid}/fd").iterdir() if "zero" in os.readlink(link)]
+    assert not [link for link in open_links(guest.pid).values() if "zero" in link]
     assert _said(guest, f"open {handle}").startswith("0x")  # it can be retried
     assert _said(guest, "peek") == FIRST_WORD
 
@@ -194,8 +194,7 @@ def test_a_child_has_neither_the_memory_nor_the_ipc_server(start_job: Start) -> 
     child = int(owner.do("fork").split()[0])
     try:
         until(lambda: len(os.listdir(f"/proc/{child}/task")) > 1, "it has begun")
-        links = [os.readlink(link) for link in Path(f"/proc/{child}/fd").iterdir()]
-        assert not [link for link in links if "socket" in link or "zero" in link]
+        assert not [link for link in open_links(child).values() if "socket" in link or "zero" in link]
         os.kill(owner.pid, signal.SIGKILL)
         owner.popen.wait()
         assert _said(guest, f"open {handle}") == GONE  # at once: the child does not keep the server's socket open

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from snapshotd.api.errors import Undone
 from snapshotd.moves.nccl import leftovers
 from snapshotd.net.sockets import tree_flows
 from snapshotd.proc import tree
+from tests.descriptors import open_links
 from tests.shim.jobs import until
 from tests.shim.nccl.conftest import Job
 from tests.shim.nccl.gates import CLOSE_DEVICES, FRESH, NEW_ID, OPEN, Gate, Gates
@@ -42,8 +41,7 @@ def listens(gate: Gate) -> bool:
 
 def pipes(gate: Gate) -> int:
     """How many descriptors of pipes it has; a rank of these jobs has none of its own but perhaps its input and output."""
-    links = [os.readlink(link) for link in Path(f"/proc/{gate.pid}/fd").iterdir() if int(link.name) > 2]
-    return sum(link.startswith("pipe:") for link in links)
+    return sum(link.startswith("pipe:") for number, link in open_links(gate.pid).items() if number > 2)
 
 
 def check(gate: Gate) -> None:

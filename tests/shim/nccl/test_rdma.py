@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.descriptors import open_links
 from tests.fakes import verbs_fake
 from tests.shim.jobs import compile_c, until
 from tests.shim.nccl.conftest import Job
@@ -36,12 +37,7 @@ def start(job: Job, scenario: str, nranks: int, **environment: str) -> Gates:
 
 def held(pid: int) -> list[str]:
     """What a process has of RDMA: descriptors and mappings of devices."""
-    found = []
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            found.append(os.readlink(descriptor))
-        except FileNotFoundError:  # closed meanwhile
-            continue
+    found = list(open_links(pid).values())
     found += [line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     return sorted(name for name in found if name.startswith(verbs_fake.FOLDER))
 
