@@ -107,7 +107,7 @@ class Resumption(JobRun):
         kept, silent = await homes.kept_on(self.cluster, (rank.home_node for rank in suspended.values()))
 
         async def ask(part: pb.Participant) -> None:
-            request = pb.ExamineRequest(facts=self.images[part.rank_uid].facts)
+            request = pb.ExamineRequest(facts=self.images[part.rank_uid].facts, resume=True)
             reply = await (await self.client(part.node)).target.Examine(request, timeout_s=timeout_s)
             name = f"rank {part.rank} on {part.node}"
             stays = part.node in {part.image_node, self.images[part.rank_uid].facts.source_node}

@@ -226,7 +226,7 @@ class TargetServicer:
         with spans.span("describe this node"):
             info = await self.describe(fresh=True)
         with spans.span("check"):
-            checks = await self.steps.examine(request.facts, info, request.gpu)
+            checks = await self.steps.examine(request, info)
         with spans.span("check listeners"):
             more = await in_thread(connections.examine, list(request.rewires), request.facts.rank.uid)
         return pb.ExamineReply(checks=checks + more)

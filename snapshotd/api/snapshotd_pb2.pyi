@@ -2091,10 +2091,13 @@ class ExamineRequest(_message.Message):
     REWIRES_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
     MOVE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     gpu: _builtins.str
     """requested GPU of the target, by UUID or index; empty: any that fits"""
     move: _builtins.str
     """as in InspectRequest"""
+    resume: _builtins.bool
+    """the rank is suspended: it has no process, and no memory on a GPU"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
@@ -2108,10 +2111,11 @@ class ExamineRequest(_message.Message):
         rewires: _abc.Iterable[Global___Rewire] | None = ...,
         gpu: _builtins.str = ...,
         move: _builtins.str = ...,
+        resume: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "gpu", b"gpu", "move", b"move", "rewires", b"rewires"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "gpu", b"gpu", "move", b"move", "resume", b"resume", "rewires", b"rewires"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

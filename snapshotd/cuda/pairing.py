@@ -46,7 +46,9 @@ def describe(gpu: pb.Gpu) -> str:
     return f"{gpu.index} ({gpu.name}, {short(gpu.uuid)})"
 
 
-def choose(facts: pb.GpuFacts, node: Sequence[pb.Gpu], wish: str) -> tuple[list[pb.GpuPair], str]:
+def choose(
+    facts: pb.GpuFacts, node: Sequence[pb.Gpu], wish: str, *, resumes: bool = False
+) -> tuple[list[pb.GpuPair], str]:
     """A pair for every GPU of the source, in its order, and a description of the rank's new place.
 
     A GPU that both nodes have (two nodes of a lab on one machine) stays. Otherwise the rank gets an unused GPU of the
@@ -55,6 +57,9 @@ def choose(facts: pb.GpuFacts, node: Sequence[pb.Gpu], wish: str) -> tuple[list[
     its node's GPUs (CUDA_VISIBLE_DEVICES) keeps its indices, because the driver cannot map GPUs for it (cuda-python
     #1983). With a `wish` (an index of the target, a UUID or its beginning; for several GPUs a list with commas, in the
     order of the source's indices) it gets that GPU, even if others use it, provided that it fits.
+
+    A rank that is resumed (`resumes`) has no process and no memory on a GPU: others may use the one that it had. It shares
+    that one with them only if no GPU here is unused.
 
     Raises Unfit.
     """
@@ -82,8 +87,10 @@ def choose(facts: pb.GpuFacts, node: Sequence[pb.Gpu], wish: str) -> tuple[list[
             "end the job and start it from its last checkpoint",
         )
     fixed = keeps_indices(facts)
-    chosen = _wished(used, node, wish) if wish else {gpu.uuid: gpu for gpu in node if gpu.uuid in needs}
-    if driver_major(facts.driver_version) < PAIRING_DRIVER:
+    older = driver_major(facts.driver_version) < PAIRING_DRIVER
+    staying = {gpu.uuid: gpu for gpu in node if gpu.uuid in needs and (older or not resumes)}
+    chosen = _wished(used, node, wish) if wish else staying
+    if older:
         _only_itself(facts, node, chosen)
     for gpu in sorted(used, key=lambda gpu: (-needs[gpu.uuid], gpu.index)):  # the hardest to place first
         settled = gpu.uuid in chosen
@@ -91,7 +98,7 @@ def choose(facts: pb.GpuFacts, node: Sequence[pb.Gpu], wish: str) -> tuple[list[
         candidates = [chosen[gpu.uuid]] if settled else [mate for mate in node if mate.uuid not in taken]
         if fixed:
             candidates = _of_same_index(facts, gpu, candidates)
-        chosen[gpu.uuid] = _place(gpu, needs[gpu.uuid], candidates, may_share=settled)
+        chosen[gpu.uuid] = _place(gpu, needs[gpu.uuid], candidates, may_share=settled, resumes=resumes)
     everything = _complete(sources, node, chosen)
     pairs = [pb.GpuPair(old_uuid=uuid, new_uuid=everything[uuid].uuid) for uuid in sources]
     return pairs, _description(used, node, chosen)
@@ -155,8 +162,8 @@ def _only_itself(facts: pb.GpuFacts, node: Sequence[pb.Gpu], chosen: dict[str, p
     )
 
 
-def _place(gpu: pb.Gpu, need_bytes: int, candidates: Sequence[pb.Gpu], *, may_share: bool) -> pb.Gpu:
-    """The candidate with the most free memory, of those that can take what the rank has on `gpu`.
+def _place(gpu: pb.Gpu, need_bytes: int, candidates: Sequence[pb.Gpu], *, may_share: bool, resumes: bool) -> pb.Gpu:
+    """The candidate with the most free memory, of those that can take what the rank has, or had, on `gpu`.
 
     A GPU reserved for another move is not used, except by a rank that is on it already: that one needs no more memory than
     it has, so neither can take the other's.
@@ -177,14 +184,23 @@ def _place(gpu: pb.Gpu, need_bytes: int, candidates: Sequence[pb.Gpu], *, may_sh
             "wait until it is free, name it with --gpu to share it, or " + _ANOTHER_NODE,
         )
     # What the rank itself has on the same GPU is free once it has left it.
-    room = {mate.uuid: mate.memory_free_bytes + need_bytes * (mate.uuid == gpu.uuid) for mate in free}
+    own_bytes = 0 if resumes else need_bytes
+    room = {mate.uuid: mate.memory_free_bytes + own_bytes * (mate.uuid == gpu.uuid) for mate in free}
     fitting = [mate for mate in free if room[mate.uuid] >= need_bytes]
     if not fitting:
         found = _listed(free, lambda mate: f"{_gib(room[mate.uuid])} free on {describe(mate)}")
         raise Unfit(
             "gpu-memory", f"the rank needs {_gib(need_bytes)}; {found}", f"free memory there, or {_ANOTHER_NODE}"
         )
-    return max(fitting, key=lambda mate: (*_nearness(gpu, mate), room[mate.uuid] >> 30, -mate.index))
+    return max(
+        fitting,
+        key=lambda mate: (
+            not (resumes and _occupied(mate, False)),
+            *_nearness(gpu, mate),
+            room[mate.uuid] >> 30,
+            -mate.index,
+        ),
+    )
 
 
 def _nearness(gpu: pb.Gpu, mate: pb.Gpu) -> tuple[bool, bool]:

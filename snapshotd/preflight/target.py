@@ -57,6 +57,7 @@ def examine(
     gpu_wish: str = "",
     allow_root: bool = False,
     memory_id: str = "",
+    resumes: bool = False,
 ) -> list[Check]:
     """Verdicts about moving this rank here; never raises. Blocking (it examines files): run it in a thread.
 
@@ -64,9 +65,10 @@ def examine(
     `restore_factor` is the peak memory of a restore for each byte of the rank, including the image. `gpu_wish` is the
     requested GPU, in the form that snapshotd/cuda/pairing.py accepts. A rank without a GPU gets only one GPU check.
     `allow_root` is the node's policy for ranks of root. `memory_id` is this node's; the source may share it.
+    `resumes`: the rank is suspended, and has no process.
     """
     wanted = TARGET_CHECKS | (GPU_CHECKS if facts.HasField("gpu") else {})
-    gpu = GpuOffer(facts, node, gpu_wish)
+    gpu = GpuOffer(facts, node, gpu_wish, resumes)
     with UserLook(user_of(facts)) as look:
         offer = Offer(facts, node, carry_paths, may_replace, restore_factor, gpu, look, allow_root, memory_id)
         return [guarded(name, check, offer) for name, check in wanted.items()]

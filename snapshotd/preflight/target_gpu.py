@@ -33,11 +33,12 @@ class GpuOffer:
     facts: pb.RankFacts
     node: pb.NodeInfo
     wish: str
+    resumes: bool = False
 
     @cached_property
     def choice(self) -> tuple[Sequence[pb.GpuPair], str] | Unfit:
         try:
-            return choose(self.facts.gpu, self.node.gpus, self.wish)
+            return choose(self.facts.gpu, self.node.gpus, self.wish, resumes=self.resumes)
         except Unfit as unfit:
             return unfit
 

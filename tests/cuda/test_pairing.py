@@ -49,8 +49,8 @@ def facts(*gpus: pb.Gpu, driver: str = "580.159.04", **uses: int) -> pb.GpuFacts
     return pb.GpuFacts(driver_version=driver, node_gpus=gpus, uses=result)
 
 
-def chosen(result: pb.GpuFacts, *node: pb.Gpu, wish: str = "") -> dict[str, str]:
-    pairs, _ = choose(result, node, wish)
+def chosen(result: pb.GpuFacts, *node: pb.Gpu, wish: str = "", resumes: bool = False) -> dict[str, str]:
+    pairs, _ = choose(result, node, wish, resumes=resumes)
     return {pair.old_uuid.removeprefix("GPU-"): pair.new_uuid.removeprefix("GPU-") for pair in pairs}
 
 
@@ -68,6 +68,25 @@ def test_gpu_that_both_nodes_have_stays() -> None:
     pairs, text = choose(facts(shared, a=60), [shared], "")
     assert [(pair.old_uuid, pair.new_uuid) for pair in pairs] == [("GPU-a", "GPU-a")]
     assert text == "stays on 0 (NVIDIA H200, GPU-a)"
+
+
+def test_resumed_rank_avoids_the_gpu_that_it_had_if_another_rank_uses_it_now() -> None:
+    """It gave that GPU up when it was suspended. Another one that is unused comes first; else it shares its own."""
+    had, other = gpu("a", 0, used=20 * GIB, pids=(7,)), gpu("b", 1)
+    assert chosen(facts(had, other, a=60), had, other, resumes=True) == {"a": "b", "b": "a"}
+    busy = gpu("b", 1, pids=(8,))
+    assert chosen(facts(had, other, a=60), had, busy, resumes=True) == {"a": "a", "b": "b"}
+    assert chosen(facts(had, other, a=60), had, other) == {"a": "a", "b": "b"}, "a rank that is on it"
+    free = gpu("a", 0)
+    assert chosen(facts(had, other, a=60), free, other, resumes=True) == {"a": "a", "b": "b"}
+
+
+def test_resumed_rank_has_no_memory_on_the_gpu_that_it_had() -> None:
+    full = gpu("a", used=100 * GIB, pids=(7,))
+    pairs, _ = choose(facts(full, a=60), [full], "")
+    assert pairs
+    with pytest.raises(Unfit, match="gpu-memory"):
+        choose(facts(full, a=60), [full], "", resumes=True)
 
 
 def test_memory_of_the_rank_itself_counts_as_free() -> None:

@@ -74,7 +74,7 @@ class SourceSteps(SourceSettling):
             rewires, more = await in_thread(connections.look, entry.group.pids(), places)
         checks += more
         if request.suspend:
-            checks += await suspended.checks(entry, looked.facts)
+            checks += await suspended.checks(entry)
         else:
             checks += suspended.coordinator_checks(entry, self.node.config.node)
         other = self._pending(entry.group.pids())
@@ -154,8 +154,7 @@ class SourceSteps(SourceSettling):
         looked = self._inspected.take(request.look, entry) or await inspection.look(self.node, entry)
         moving.facts, moving.scope = looked.facts, looked.scope
         if suspends:
-            needed_bytes = moving.facts.memory_bytes + moving.facts.carried_bytes
-            await in_thread(self.node.store_of(begin).create, request.move, needed_bytes)
+            await suspended.make_room(self.node, moving, entry)
         await reach(Point.BEGIN)
         return pb.BeginReply()
 

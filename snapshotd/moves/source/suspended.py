@@ -9,26 +9,22 @@ from __future__ import annotations
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Where, WrongState
 from snapshotd.keepers.ranks import RankEntry
+from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog, check_move_id
+from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes
+from snapshotd.moves.node import Node
 from snapshotd.moves.rules import Mark
+from snapshotd.moves.source import freeze
 from snapshotd.moves.where import where_of
+from snapshotd.runtime.blocking import in_thread
 
 _REMEDY = "end the job by itself (its own checkpoint), or move its ranks one by one with `migrator move`"
 
 
-async def checks(entry: RankEntry, facts: pb.RankFacts) -> list[pb.Check]:
+async def checks(entry: RankEntry) -> list[pb.Check]:
     """What a rank must not use if it is to be suspended, although it could move."""
     found = []
-    if facts.HasField("gpu"):
-        found.append(
-            pb.Check(
-                name="suspend-gpu",
-                verdict=pb.Check.REFUSE,
-                reason="the rank uses a GPU, and GPU ranks cannot be suspended yet",
-                remedy=_REMEDY,
-            )
-        )
     if await gate_processes.find([entry]):
         found.append(
             pb.Check(
@@ -84,6 +80,17 @@ def decides_alone(move_log: MoveLog) -> bool:
 def copy_exists(move_log: MoveLog, entry: RankEntry | None) -> bool:
     """Whether the rank's process is here, and the keeper without which it must not run."""
     return move_log.copy_exists() and entry is not None and entry.keeper_alive()
+
+
+async def make_room(node: Node, moving: Moving, entry: RankEntry) -> None:
+    """Reserves room for the image while the rank runs, and for its device memory, which the driver's checkpoint copies into
+    the rank's host memory. Raises Full."""
+    move_log, facts = moving.log, moving.facts
+    if facts.HasField("gpu"):
+        facts.gpu.offloaded_bytes = 0  # for the target, too: nothing of it arrives beside the image
+        await freeze.make_ready(node, moving, entry, Parts())
+    needed_bytes = facts.memory_bytes + facts.carried_bytes
+    await in_thread(node.store_of(move_log.begin).create, move_log.move, needed_bytes)
 
 
 def must_fit(entry: RankEntry, request: pb.BeginRequest) -> None:

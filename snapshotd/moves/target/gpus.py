@@ -41,6 +41,8 @@ async def choose(node: Node, request: pb.PrepareRequest) -> list[tuple[str, str]
     if not request.facts.HasField("gpu"):
         return []
     inventory = await node.gpus.inventory(fresh=True)
-    pairs, reason = pairing.choose(request.facts.gpu, with_reservations(node.journal, inventory.gpus), request.gpu)
+    cards = with_reservations(node.journal, inventory.gpus)
+    resumes = request.HasField("coordinator")
+    pairs, reason = pairing.choose(request.facts.gpu, cards, request.gpu, resumes=resumes)
     log.info("move %s: %s", request.move, reason)
     return [(pair.old_uuid, pair.new_uuid) for pair in pairs]

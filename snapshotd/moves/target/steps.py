@@ -67,18 +67,19 @@ class TargetSteps(TargetSettling):
         self._choosing = asyncio.Lock()
         self._signatures = SourceSignatures(node.credentials)
 
-    async def examine(self, facts: pb.RankFacts, info: pb.NodeInfo, gpu_wish: str) -> list[pb.Check]:
+    async def examine(self, request: pb.ExamineRequest, info: pb.NodeInfo) -> list[pb.Check]:
         """The checks of preflight on this node. Changes nothing."""
         return list(
             await in_thread(
                 preflight.examine,
-                facts,
+                request.facts,
                 info,
                 carry_paths=self.node.config.carry_paths,
                 may_replace=self.node.carry.may_replace,
-                gpu_wish=gpu_wish,
+                gpu_wish=request.gpu,
                 allow_root=self.node.config.allow_root_ranks,
                 memory_id=self.node.room.machine,
+                resumes=request.resume,
             )
         )
 

@@ -1,0 +1,68 @@
+"""Whole jobs that use GPUs are suspended, resumed, snapshotted and rolled back. Daemons, CRIU, shim and helper are real; only
+the CUDA driver is fake. Every step that a job prints is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from integration.gpu_nodes import GpuCluster
+from integration.harness import Cluster, until
+from snapshotd.runtime.faults import Point
+
+pytestmark = [pytest.mark.root, pytest.mark.slow]
+
+ONE, TWO, SPARE = "node-1", "node-2", "spare-1"
+UNDONE = 11
+
+
+def _job(nodes: Cluster, *arguments: str, expect: int = 0) -> dict[str, Any]:
+    done = nodes.migrator("job", *arguments, "--json")
+    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{nodes.logs()}"
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.timeout(900)
+def test_gpu_job_is_suspended_resumed_snapshotted_and_rolled_back(lab: GpuCluster) -> None:
+    """The driver's checkpoint carries the device memory, also of a rank that the shim could offload."""
+    nodes = lab.cluster
+    job = lab.job(ONE, "--threads", "2", "--mib", "16")
+    job.await_lines(10)
+
+    lab.nodes[ONE].fault("checkpoint", "fail:CUDA_ERROR_UNKNOWN")
+    answer = _job(nodes, "suspend", job.name, expect=UNDONE)
+    assert "running, as before" in answer["state"], answer
+    job.await_progress(3)
+
+    _job(nodes, "suspend", job.name)
+    until("the GPU to be empty", lambda: lab.used_bytes(ONE) == 0)
+    assert nodes.processes_of(f"{job.name}.end") == []
+    _job(nodes, "resume", job.name, "--on", f"0={SPARE}")
+    job.await_progress(3)
+    until("the job on the GPU of the spare", lambda: lab.used_bytes(SPARE) > 16 << 20)
+
+    nodes.fault(SPARE, Point.CHECKPOINTED, "fail")
+    answer = _job(nodes, "snapshot", job.name, expect=UNDONE)
+    assert "running, as before" in answer["state"], answer
+    job.await_progress(3)
+    _job(nodes, "snapshot", job.name)
+    assert lab.used_bytes(SPARE) > 16 << 20, "the rank goes on where it is"
+    job.await_progress(3)
+    (rank,) = nodes.processes_of(f"{job.name}.end")
+    os.kill(rank, signal.SIGKILL)
+    _job(nodes, "rollback", job.name)
+    job.await_progress(3)
+    assert job.process.poll() is None, "the launcher notices nothing"
+    assert lab.used_bytes(SPARE) > 16 << 20
+
+    nodes.lab.crash(SPARE)
+    answer = _job(nodes, "rollback", job.name, "--lost", SPARE)
+    assert [rank["node"] for rank in answer["ranks"]] != [SPARE]
+    job.await_progress(3)
+    nodes.lab.boot(SPARE)
+    lab.ends_well(job)
