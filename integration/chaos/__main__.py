@@ -13,7 +13,9 @@ from types import FrameType
 from integration.chaos import jobs
 from integration.chaos.jobs import Broken, Say
 from integration.chaos.kinds import KINDS
+from integration.chaos.losses import LOSSES
 from integration.chaos.piloted import PilotedChaos
+from integration.chaos.protected import NODES, ProtectedChaos
 from integration.chaos.rounds import Chaos
 from integration.chaos.soak import Soak
 from integration.gpu_nodes import GpuCluster
@@ -34,14 +36,19 @@ def main() -> int:
         "--jobs", choices=jobs.ALL_KINDS, action="append", help="kind of job; can be repeated (default: all)"
     )
     parser.add_argument(
-        "--faults", choices=KINDS, action="append", help="kind of fault; can be repeated (default: all)"
+        "--faults", choices=[*KINDS, *LOSSES], action="append", help="kind of fault; can be repeated (default: all)"
     )
-    parser.add_argument("--without", choices=KINDS, action="append", default=[], help="kind of fault to leave out")
+    parser.add_argument(
+        "--without", choices=[*KINDS, *LOSSES], action="append", default=[], help="kind of fault to leave out"
+    )
     parser.add_argument(
         "--soak", type=int, metavar="MOVES", help="make so many moves without faults, and watch the daemons"
     )
     parser.add_argument(
         "--autopilot", action="store_true", help="let the autopilot move ranks away from failing nodes, and kill it too"
+    )
+    parser.add_argument(
+        "--rollback", action="store_true", help="protect a job with snapshots, and lose its ranks and nodes"
     )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     options = parser.parse_args()
@@ -55,6 +62,9 @@ def main() -> int:
 
     say(f"seed {seed}")
     try:
+        if options.rollback:
+            with cluster("losses", NODES) as nodes:
+                return _rollback(nodes, seed, options, say)
         with cluster("soak" if options.soak else "chaos") as nodes:
             return _soak(nodes, seed, options, say) if options.soak else _chaos(nodes, seed, options, say)
     except KeyboardInterrupt:
@@ -85,9 +95,18 @@ def _status(work: Callable[[], object], say: Say) -> int:
 
 def _chaos(nodes: Cluster, seed: int, options: argparse.Namespace, say: Say) -> int:
     kinds = tuple(options.jobs or jobs.ALL_KINDS)
-    faults = [kind for kind in options.faults or KINDS if kind not in options.without]
+    faults = [kind for kind in options.faults or KINDS if kind in KINDS and kind not in options.without]
     made = PilotedChaos if options.autopilot else Chaos
     chaos = made(nodes, seed, say, kinds, _gpus(nodes) if jobs.NcclGpu.kind in kinds else None, faults)
+    return _run(chaos, options, say)
+
+
+def _rollback(nodes: Cluster, seed: int, options: argparse.Namespace, say: Say) -> int:
+    faults = [kind for kind in options.faults or LOSSES if kind in LOSSES and kind not in options.without]
+    return _run(ProtectedChaos(nodes, seed, say, faults), options, say)
+
+
+def _run(chaos: Chaos | ProtectedChaos, options: argparse.Namespace, say: Say) -> int:
     status = _status(lambda: chaos.run(60 * options.minutes, options.first, options.rounds), say)
     say(chaos.report.table())
     if chaos.report.broken:

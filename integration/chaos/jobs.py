@@ -67,13 +67,14 @@ class ChaosJob(ABC):
     kind = ""
     #: Whether a copy that is held may be continued, with all threads of the job parked (snapshotd/moves/nccl/held_copy.py).
     held_copy_runs = False
+    ledger_kind = Ledger
 
     def __init__(self, nodes: Cluster, homes: list[str], gpus: Gpus | None = None) -> None:
         self.nodes, self.homes, self.gpus = nodes, homes, gpus
         self.name = f"{self.kind}{next(_numbers)}"
         self.end_file = nodes.folder / f"{self.name}.end"
         self.end_file.unlink(missing_ok=True)
-        self.ledgers = [Ledger(nodes.folder / f"{self.name}-{rank}.ledger") for rank in range(len(homes))]
+        self.ledgers = [self.ledger_kind(nodes.folder / f"{self.name}-{rank}.ledger") for rank in range(len(homes))]
         self.rounds = 0
         self.ranks = self.start()
 

@@ -21,6 +21,7 @@ parser.add_argument("--pace-s", type=float, default=0.02)
 parser.add_argument("--width", type=int, default=256)
 parser.add_argument("--late-group-at", type=int, default=-1, help="the step at which a new group is made")
 parser.add_argument("--until", default="", help="train until this file exists, instead of for so many steps")
+parser.add_argument("--witness", default="", help="append each step to this file, which is opened by name every time")
 parser.add_argument("--fail", type=int, default=-1, help="the rank that raises once the file of --until exists")
 options = parser.parse_args()
 
@@ -28,6 +29,12 @@ options = parser.parse_args()
 def say(text: str) -> None:
     """Prints a line in one write: two workers of one torchrun share a stdout, which is unbuffered (-u)."""
     print(f"{text}\n", end="", flush=True)
+
+
+def witness(step: int, loss: float) -> None:
+    if options.witness:
+        with open(options.witness, "a") as file:
+            file.write(f"{step} {loss:.12f}\n")
 
 
 def files_seen() -> tuple[bool, bool]:
@@ -66,6 +73,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        witness(step, loss.item())
         if step == group_at:
             group = dist.new_group(list(range(world)))
         if group is not None:

@@ -172,6 +172,8 @@ class GuestKeeper:
             case "resume":
                 if self._is_activated and not self._is_gone and self._held_move == move:
                     self._let_go()
+                    if self._status is not None:
+                        self._failure.holds(self._status)
                 self._link.send("resumed", {"move": move})
             case "away":
                 self._is_gone = True

@@ -221,7 +221,7 @@ class HomeKeeper:
             for number in queued:
                 self._forward(number)
             self._resize()
-            if self._local_status is not None:
+            if self._local_status is not None and not self._failure.holds(self._local_status):
                 self._ended(self._local_status)
         self._link.send("resumed", {"move": move})
 

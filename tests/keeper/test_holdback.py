@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from shim.keeper.holdback import HOLD_BACK_S, HoldBack
+from snapshotd.proc import tree
 from tests.keeper.nodes import Node, python, until
+from tests.keeper.test_relay import move_away
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.getuid() != 0, reason="keepers need a daemon that runs as root")]
 
@@ -65,6 +67,34 @@ async def test_home_keeper_of_a_protected_rank_reports_a_failure_and_waits(node:
     assert keeper.returncode is None
     await link.away("m-0123456789ab", "node-2")  # the job is rolled back, and the rank comes back elsewhere
     assert keeper.returncode is None
+
+
+async def test_failure_of_a_protected_rank_during_a_snapshot_is_held_back_too(node: Node) -> None:
+    keeper = await node.launch(*python("import time\ntime.sleep(1000)"))
+    link = await node.reported("connected")
+    await link.protect()
+    assert link.rank is not None
+    await link.hold("m-0123456789ab")
+    link.rank.signal(signal.SIGKILL)
+    await node.reported("died")
+    await link.resume("m-0123456789ab")  # the snapshot is undone
+    await node.reported("failed")
+    await link.away("m-0123456789ac", "node-2")
+    assert keeper.returncode is None
+
+
+async def test_guest_keeper_holds_back_a_failure_during_a_snapshot(node: Node, other: Node) -> None:
+    keeper = await node.launch(*python("import time\ntime.sleep(1000)"))
+    guest, way = await move_away(node, other, ("sleep", "1000"))
+    await guest.link.protect()
+    await guest.link.hold("m-0123456789ac")
+    (rank,) = tree.children(guest.keeper_pid)
+    os.kill(rank, signal.SIGKILL)
+    await other.reported("died")
+    await guest.link.resume("m-0123456789ac")
+    await other.reported("failed")
+    assert keeper.returncode is None
+    await way.cut()
 
 
 async def test_home_keeper_of_a_protected_rank_that_ends_well_ends_at_once(node: Node) -> None:
