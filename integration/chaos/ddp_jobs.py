@@ -31,8 +31,7 @@ class RepeatedLedger(Ledger):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.losses: list[str] = []
-        self._next: int | None = 0
-        self.rollbacks = 0
+        self._next = 0  # a later step shows that another copy has made those in between
 
     def read(self) -> None:
         with self.path.open("rb") as file:
@@ -46,16 +45,14 @@ class RepeatedLedger(Ledger):
 
     def _add(self, line: str) -> None:
         number, _, loss = line.partition(" ")
-        if not number.isdigit() or int(number) > len(self.losses):
-            raise Broken(f"{self.path.name}: step {line!r} after {len(self.losses)} steps")
+        if not number.isdigit() or int(number) > self._next:
+            raise Broken(f"{self.path.name}: step {line!r} instead of {self._next} or an earlier one")
         step = int(number)
-        if step != self._next:
-            self.rollbacks += 1
+        self._next = step + 1
         if step == len(self.losses):
             self.losses.append(loss)
         elif self.losses[step] != loss:
             raise Broken(f"{self.path.name}: step {step} has the loss {loss}, and had {self.losses[step]} before")
-        self._next = step + 1
 
 
 class Undisturbed:
@@ -107,9 +104,6 @@ class Ddp(ChaosJob):
 
     def expected(self, steps: int) -> list[list[str]]:
         return self.undisturbed.lines(len(self.homes), steps)
-
-    def rollbacks(self) -> int:
-        return max(ledger.rollbacks for ledger in self.ledgers if isinstance(ledger, RepeatedLedger))
 
     def ended(self) -> bool:
         return any(job.process.poll() is not None for rank, job in enumerate(self.ranks) if rank not in self.lost)

@@ -100,7 +100,7 @@ class ProtectedChaos:
         moment = draw_moment(random, self.job, self.nodes.lab.nodes, coordinator, EVERY_S)
         loss = draw_loss(random, self.job, self.nodes.lab.nodes, moment, self.faults)
         words = f"{self.job.name} on {self._places()}, coordinator {coordinator}: {loss.words}, {moment}"
-        began_s, rollbacks = time.monotonic(), self.job.rollbacks()
+        began_s, rollbacks = time.monotonic(), self._said().count(", down ")
         try:
             self._come(moment)
             before, struck_s = [ledger.steps for ledger in self.job.ledgers], time.monotonic()
@@ -116,7 +116,7 @@ class ProtectedChaos:
             self.say(f"round {number}: {words}")
             raise
         self.job.rounds += 1
-        again = self.job.rollbacks() - rollbacks
+        again = self.declared or self._said().count(", down ") > rollbacks
         notes = f" ({', '.join(self.notes)})" if self.notes else ""
         outcome = "rolled back" if again else "went on"
         self.say(f"round {number}: {words}: {outcome}{notes}, new steps after {back_s:.1f} s")

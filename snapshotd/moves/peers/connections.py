@@ -22,7 +22,7 @@ from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.peers import new_connections
 from snapshotd.moves.record_parts import ClusterNode, SocketOptions
 from snapshotd.net import filter as packets
-from snapshotd.net import forward, held_ports, refusals, repair, repoint, sockets, timers
+from snapshotd.net import forward, held_ports, orphans, refusals, repair, repoint, sockets, timers
 from snapshotd.net import reset as sockets_reset
 from snapshotd.net.address_plan import plan
 from snapshotd.net.flows import Address, BadAddress, Flow, Holder, Pair
@@ -151,6 +151,13 @@ def examine(rewires: Iterable[pb.Rewire], rank_uid: str) -> list[pb.Check]:
             reason=f"{len(wanted)} listening ports and the addresses of {len(kept)} connections are free here",
         )
     ]
+
+
+def remove_orphans(rewires: Iterable[pb.Rewire]) -> None:
+    """On the target of a resumption: removes what the kernel is still closing of the rank's former connections. Blocking."""
+    pairs = [new_pair(rewire) for rewire in rewires if rewire.kind in (pb.Rewire.PEER, pb.Rewire.INSIDE)]
+    if removed := orphans.remove(pairs):
+        log.info("removed %d connections that an ended copy of the rank has left", removed)
 
 
 def frozen(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[Flow]]:

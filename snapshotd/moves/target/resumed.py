@@ -28,6 +28,7 @@ def planned(request: pb.PrepareRequest) -> tuple[list[pb.Rewire], list[ClusterNo
     rewires, problems = rejoin.plan(uid, ranks, list(request.nodes))
     if problems:
         raise Refused(f"new-addresses: {'; '.join(problems[:5])}", remedy=NAME_THE_NETWORK, where=Where.SUSPENDED)
+    connections.remove_orphans(rewires)  # no copy of any rank of the job is restored yet that their resets could reach
     for check in connections.examine(rewires, uid):
         if check.verdict == pb.Check.REFUSE:
             raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SUSPENDED)
