@@ -17,7 +17,7 @@ from integration.chaos.jobs import END_S, Broken, ChaosJob, Ledger
 from integration.harness import WORKLOADS, Cluster, Job, until
 from integration.torch_jobs import TorchLab
 
-PACE_S = 0.1
+PACE_S = 0.2
 WIDTH = "64"
 _STEP = re.compile(r"step (\d+) loss (\S+)( sum \S+)?")
 #: Undisturbed runs are made for so many steps more than needed, and used again.

@@ -27,11 +27,18 @@ async def kept_on(cluster: Cluster, nodes: Iterable[str]) -> tuple[dict[str, set
     return await ask_all(cluster, ask, [node for node in dict.fromkeys(nodes) if node in cluster.nodes])
 
 
+def was_rebooted(rank: pb.Rank, infos: Mapping[str, pb.NodeInfo]) -> bool:
+    """Whether the home node of a rank answers, and was booted since its launcher started it: the launcher is lost with it."""
+    info = infos.get(rank.home_node)
+    return info is not None and bool(rank.home_boot_id) and info.boot_id != rank.home_boot_id
+
+
 def check_after_loss(
     rank: pb.Rank, kept: Mapping[str, set[str]], silent: Mapping[str, SnapshotError], lost: Collection[str]
 ) -> pb.Check:
     """The same for a rank that is rolled back. Its home node may be the one that was lost: then it goes on without. But if
-    that node is well and the keeper has ended, so has the job. `lost`: nodes that the operator declares dead."""
+    that node is well and the keeper has ended, so has the job. `lost`: nodes that the operator declares dead, or that were
+    booted since."""
     home = rank.home_node
     found = check(rank, kept, silent)
     if found.verdict != pb.Check.REFUSE:

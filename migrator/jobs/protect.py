@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 
 from migrator import jobs
 from migrator.cluster import Cluster
+from migrator.driver.peers import node_infos
 from migrator.find_rank import Found, all_ranks
 from migrator.job_protocol import JobVerdict
 from migrator.job_results import JobOptions
-from migrator.jobs import interval
+from migrator.jobs import homes, interval
+from migrator.jobs.finding import all_jobs, mine_of
+from migrator.jobs.recall import recall
+from migrator.jobs.tries import Tries
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import SnapshotError
+from snapshotd.api.errors import Ambiguous, SnapshotError
 
 LOOK_S = 1.0
 #: A node that does not answer, or a rank that no node has, counts as lost after this time.
@@ -33,12 +37,13 @@ class Sight:
 
     since_s: dict[str, float] = field(default_factory=dict)  # uid of a rank that is missing -> since when
     nodes: dict[str, str] = field(default_factory=dict)  # uid -> the node that had it last
+    ranks: dict[str, pb.Rank] = field(default_factory=dict)  # uid -> as it was seen last
 
     def trouble(self, ranks: Sequence[Found], silent: Mapping[str, object], now_s: float) -> str:
         """What is wrong with the job; empty: nothing, as far as can be seen. `ranks`: all that nodes know of the job."""
         here = {one.rank.uid: one for one in ranks if one.rank.place == pb.Rank.HERE}
         for uid, one in here.items():
-            self.nodes[uid] = one.node
+            self.nodes[uid], self.ranks[uid] = one.node, one.rank
             if one.rank.HasField("failed"):
                 return f"rank {one.rank.rank} on {one.node} failed ({described(one.rank.failed)})"
         missing = {uid: node for uid, node in self.nodes.items() if uid not in here}
@@ -48,6 +53,11 @@ class Sight:
             if known and now_s - self.since_s[uid] >= LOST_S:
                 return f"{node} lost (does not answer)" if node in silent else f"rank {uid} is not on {node} any more"
         return ""
+
+    def forgotten(self, ranks: Sequence[Found], silent: Mapping[str, object]) -> list[pb.Rank]:
+        """The ranks that no node knows any more, although their nodes answer: they have ended, or their nodes were booted."""
+        known = {one.rank.uid for one in ranks}
+        return [rank for uid, rank in self.ranks.items() if uid not in known and self.nodes[uid] not in silent]
 
     def has_ended(self, ranks: Sequence[Found], silent: Mapping[str, object]) -> bool:
         """Whether no node knows a rank of the job."""
@@ -70,12 +80,13 @@ class Protection:
         node_mtbf_s: float = interval.NODE_MTBF_S,
     ) -> None:
         """`every_s` None: what costs least for the measured pause and `node_mtbf_s`, the time between failures of a node."""
-        self.cluster, self.options, self.every_s, self.tries, self.say = cluster, options, every_s, tries, say
+        self.cluster, self.options, self.every_s, self.say = cluster, options, every_s, say
         self.node_mtbf_s = node_mtbf_s
         self.said_s = 0.0  # the interval that was announced last
         self.sight = Sight()
         self.snapshot_s = 0.0  # when the last one was taken
-        self.failures = 0  # since then
+        self.tries = Tries(tries)
+        self.recalled = False  # whether the records of the job were read
 
     async def run(self) -> int:
         """Runs until the job has ended, or has failed too often. Returns the exit code."""
@@ -84,18 +95,40 @@ class Protection:
             found, silent = await all_ranks(self.cluster)
             mine = [one for one in found if self._is_mine(one)]
             now_s = time.monotonic()
-            if self.sight.has_ended(mine, silent):
+            waits = await self._recall(mine) if not self.recalled else ""
+            rebooted = await self._rebooted(self.sight.forgotten(mine, silent))
+            if self.sight.has_ended(mine, silent) and not rebooted:
                 self.say("the job has ended")
                 return 0
-            if trouble := self.sight.trouble(mine, silent, now_s):
-                if self.failures >= self.tries:
-                    self.say(f"{trouble}, after {self.failures} rollbacks to the same snapshot: it is passed on")
+            if trouble := waits or self.sight.trouble(mine, silent, now_s) or rebooted:
+                if not self.tries.failed(now_s):
+                    self.say(f"{trouble}, after {self.tries.count} rollbacks: it is passed on")
                     return 1
                 await self._roll_back(trouble)
             elif now_s >= next_s and mine:
                 pause_s = await self._take()
                 next_s = time.monotonic() + (AGAIN_S if pause_s is None else self._until_next(mine, pause_s))
             await asyncio.sleep(LOOK_S)
+
+    async def _recall(self, ranks: Sequence[Found]) -> str:
+        """Learns from the job's records what an earlier protection left. Returns the trouble that the job is in."""
+        found, _ = await all_jobs(self.cluster)
+        try:
+            mine = mine_of(found, self.options.job, self.options.user_id)
+        except Ambiguous:  # as `_take` will say
+            return ""
+        known = recall(mine, {one.rank.uid for one in ranks})
+        if known is None:
+            return ""
+        self.recalled = True
+        self.sight.nodes = {**known.nodes, **self.sight.nodes}
+        return f"the rollback {known.waits} is not finished" if known.waits else ""
+
+    async def _rebooted(self, ranks: Sequence[pb.Rank]) -> str:
+        """Which of these ranks ended with its node, which answers again; empty: none."""
+        infos = await node_infos(self.cluster) if ranks else {}
+        gone = [rank for rank in ranks if homes.was_rebooted(rank, infos)]
+        return f"{gone[0].home_node} was booted, and rank {gone[0].rank} has ended with it" if gone else ""
 
     def _is_mine(self, one: Found) -> bool:
         return one.rank.job == self.options.job and self.options.user_id in (None, one.rank.user_id)
@@ -120,7 +153,8 @@ class Protection:
         if result.outcome is not JobVerdict.SNAPSHOTTED:
             self.say(f"no snapshot was taken: {result.reason}")
             return None
-        self.snapshot_s, self.failures = time.monotonic(), 0
+        self.snapshot_s, self.recalled = time.monotonic(), True
+        self.tries.snapshot(self.snapshot_s)
         self.say(f"snapshot {result.record}: {result.bytes >> 20} MiB, paused {result.pause_s:.2f} s")
         return result.pause_s
 
@@ -136,7 +170,7 @@ class Protection:
         if result.outcome is not JobVerdict.ROLLED_BACK:
             self.say(f"the job could not be rolled back yet: {result.reason}")
             return
-        self.failures += 1
-        self.sight = Sight()
+        self.tries.rolled_back(time.monotonic())
+        self.sight = Sight(nodes={one.uid: one.node for one in result.ranks})
         lost = f" {began_s - self.snapshot_s:.0f} s" if self.snapshot_s else ""
         self.say(f"rolled back{lost}, down {time.monotonic() - began_s:.1f} s, {trouble}")

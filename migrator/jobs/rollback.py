@@ -82,7 +82,7 @@ async def _decide(cluster: Cluster, mine: Sequence[JobEntry], options: JobOption
     places = await _places(cluster, entry.record, usable)
     on = targets(entry.record, places, usable, options.on, cluster.labels)
     await _examine(cluster, entry.record, places, on)
-    await _must_have_launchers(cluster, places, options)
+    await _must_have_launchers(cluster, places, infos, options)
     request = pb.RollbackRequest(
         record=new_id(),
         snapshot=entry.record.record,
@@ -176,11 +176,14 @@ async def _examine(cluster: Cluster, record: pb.JobRecord, places: Mapping[int, 
         raise Refused(f"job {record.job} cannot be rolled back:\n" + "\n".join(refused), where=Where.UNTOUCHED)
 
 
-async def _must_have_launchers(cluster: Cluster, places: Mapping[int, Place], options: JobOptions) -> None:
-    """Raises Refused if the launcher of a rank has ended: nobody waits for the job any more."""
+async def _must_have_launchers(
+    cluster: Cluster, places: Mapping[int, Place], infos: Mapping[str, pb.NodeInfo], options: JobOptions
+) -> None:
+    """Raises Refused if the launcher of a rank has ended by itself: nobody waits for the job any more."""
     ranks = {number: place.facts.rank for number, place in sorted(places.items())}
     kept, silent = await homes.kept_on(cluster, (rank.home_node for rank in ranks.values()))
-    found = [(number, homes.check_after_loss(rank, kept, silent, options.lost)) for number, rank in ranks.items()]
+    lost = {rank.home_node for rank in ranks.values() if homes.was_rebooted(rank, infos)} | options.lost
+    found = [(number, homes.check_after_loss(rank, kept, silent, lost)) for number, rank in ranks.items()]
     refused = [
         f"  rank {number}: {one.reason}\n    {one.remedy}" for number, one in found if one.verdict == pb.Check.REFUSE
     ]

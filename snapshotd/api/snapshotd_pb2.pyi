@@ -1245,6 +1245,7 @@ class Rank(_message.Message):
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    HOME_BOOT_ID_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """globally unique, never reused: JOB-RANK-xxxxxxxx"""
     job: _builtins.str
@@ -1270,6 +1271,8 @@ class Rank(_message.Message):
     """wait status of a rank that has failed, which its keeper holds back for a rollback"""
     incarnation: _builtins.str
     """of its job: the record of the resumption that began it; empty: as its launcher started it"""
+    home_boot_id: _builtins.str
+    """of home_node when the launcher started the rank; empty: an older version restored it"""
     @_builtins.property
     def process(self) -> Global___ProcessId: ...
     @_builtins.property
@@ -1300,10 +1303,11 @@ class Rank(_message.Message):
         device_bytes: _builtins.int = ...,
         failed: _builtins.int | None = ...,
         incarnation: _builtins.str = ...,
+        home_boot_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_failed", b"_failed", "failed", b"failed", "keeper", b"keeper", "process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failed", b"_failed", "at_node", b"at_node", "command", b"command", "device_bytes", b"device_bytes", "failed", b"failed", "gpus", b"gpus", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "incarnation", b"incarnation", "job", b"job", "keeper", b"keeper", "memory_bytes", b"memory_bytes", "moves", b"moves", "moving", b"moving", "place", b"place", "process", b"process", "rank", b"rank", "started_unix_s", b"started_unix_s", "uid", b"uid", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failed", b"_failed", "at_node", b"at_node", "command", b"command", "device_bytes", b"device_bytes", "failed", b"failed", "gpus", b"gpus", "home_boot_id", b"home_boot_id", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "incarnation", b"incarnation", "job", b"job", "keeper", b"keeper", "memory_bytes", b"memory_bytes", "moves", b"moves", "moving", b"moving", "place", b"place", "process", b"process", "rank", b"rank", "started_unix_s", b"started_unix_s", "uid", b"uid", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__failed: _TypeAlias = _typing.Literal["failed"]  # noqa: Y015
     _WhichOneofArgType__failed: _TypeAlias = _typing.Literal["_failed", b"_failed"]  # noqa: Y015

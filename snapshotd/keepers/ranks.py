@@ -69,6 +69,7 @@ class RankEntry:
     tethered: bool = False  # its job has snapshots: it must end if it is cut off from the coordinator (jobs/tether.py)
     away_node: str = ""  # home only: the node that the rank is on now, if not this one
     ended_by: str = ""  # home only: the record by which a copy was ended last; the next one presents a key made from it
+    home_boot_id: str = ""  # guest: of its home node when its launcher started it; empty: an older version restored it
     holder_key: str = ""  # home: the key of the node that has the rank (relay_keys.py); empty: `relay_key`
     own_key: str = ""  # guest: this node's key for the relay; empty: an older version restored it
     former_keys: list[str] = field(default_factory=list)  # guest: of earlier nodes; the home node may still expect one
@@ -116,6 +117,7 @@ class RankEntry:
             at_node=self.away_node or node,
             home_node=self.home_node,
             home_endpoint=self.home_endpoint,
+            home_boot_id=self.boot_id if self.role == "home" else self.home_boot_id,
             process=pb.ProcessId(pid=self.pid, start_ticks=self.start_ticks) if here else None,
             keeper=pb.ProcessId(pid=self.keeper_pid, start_ticks=self.keeper_start_ticks),
             user_id=self.user_id,

@@ -48,6 +48,7 @@ class ImageDescription(msgspec.Struct, frozen=True, kw_only=True):
     relay_keys: list[str] = []  # for its home node (snapshotd/keepers/relay_keys.py); empty: `relay_key`
     home_node: str
     home_endpoint: str
+    home_boot_id: str = ""
     incarnation: str = ""  # of its job, and the coordinator that may end it
     coordinator_node: str = ""
     coordinator_endpoint: str = ""

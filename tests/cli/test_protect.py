@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from migrator.find_rank import Found
+from migrator.jobs.finding import JobEntry
+from migrator.jobs.homes import check_after_loss, was_rebooted
 from migrator.jobs.interval import best
 from migrator.jobs.protect import LOST_S, Protection, Sight, described
+from migrator.jobs.recall import Recalled, recall
+from migrator.jobs.tries import Tries
 from snapshotd.api import snapshotd_pb2 as pb
 
 
@@ -52,6 +56,75 @@ def test_rank_that_has_ended_is_no_trouble() -> None:
     assert not sight.has_ended([rank(0, "a")], {})
     assert not sight.has_ended([], {"b": "silent"})
     assert sight.has_ended([], {})
+
+
+def test_rank_that_no_node_knows_has_ended_or_its_node_was_booted() -> None:
+    sight = Sight()
+    sight.trouble([rank(0, "a"), rank(1, "b")], {}, 0)
+    assert sight.forgotten([rank(0, "a"), rank(1, "b")], {}) == []
+    assert sight.forgotten([rank(0, "a")], {"b": "silent"}) == []
+    (gone,) = sight.forgotten([rank(0, "a")], {})
+    assert gone.uid == "job-1"
+
+
+def test_home_node_that_was_booted_since_is_noticed() -> None:
+    started = pb.Rank(home_node="b", home_boot_id="first")
+    assert not was_rebooted(started, {"b": pb.NodeInfo(boot_id="first")})
+    assert was_rebooted(started, {"b": pb.NodeInfo(boot_id="second")})
+    assert not was_rebooted(started, {}), "it does not answer"
+    assert not was_rebooted(pb.Rank(home_node="b"), {"b": pb.NodeInfo(boot_id="second")}), "from an older version"
+
+
+def test_launcher_that_was_lost_with_its_node_does_not_keep_the_job_from_being_rolled_back() -> None:
+    started = pb.Rank(uid="job-1", home_node="b")
+    assert check_after_loss(started, {"b": set()}, {}, ()).verdict == pb.Check.REFUSE
+    assert check_after_loss(started, {"b": set()}, {}, {"b"}).verdict == pb.Check.WARN
+
+
+def entry(record: str, kind: str, uids: list[str], **more: Any) -> JobEntry:
+    parts = [pb.Participant(rank_uid=uid, node=f"node-of-{uid}") for uid in uids]
+    return JobEntry("a", pb.JobRecord(record=record, kind=kind, participants=parts, outcome=pb.COMMIT, **more))
+
+
+def test_protection_that_is_started_again_knows_the_ranks_and_a_rollback_that_waits() -> None:
+    snapshot = entry("m-2", "snapshot", ["x", "y"])
+    waiting = entry("m-3", "rollback", ["x", "y"])
+    nodes = {"x": "node-of-x", "y": "node-of-y"}
+    assert recall([], ["x"]) is None
+    assert recall([snapshot], ["x"]) == Recalled(nodes)
+    assert recall([snapshot], []) == Recalled(nodes)
+    assert recall([waiting, snapshot], ["x"]) == Recalled(nodes, "m-3")
+    assert recall([entry("m-3", "rollback", ["x", "y"], ended_by="m-4"), snapshot], ["x"]) == Recalled(nodes)
+    assert recall([snapshot], ["z"]) is None, "of an earlier job with the same name"
+    seen = Sight(nodes=nodes)
+    assert seen.trouble([], {"node-of-x": "silent"}, 0) == ""
+    assert seen.trouble([], {"node-of-x": "silent"}, LOST_S) == "node-of-x lost (does not answer)"
+
+
+def test_failure_that_comes_back_is_passed_on_although_there_are_snapshots_in_between() -> None:
+    """The job fails 8 s after each rollback; snapshots are taken every 3 s."""
+    tries, now_s = Tries(3), 0.0
+    tries.snapshot(now_s)
+    for _ in range(3):
+        for _ in range(2):
+            now_s += 3
+            tries.snapshot(now_s)
+        now_s += 2
+        assert tries.failed(now_s)
+        now_s += 5
+        tries.rolled_back(now_s)
+    assert not tries.failed(now_s + 8)
+
+
+def test_job_that_runs_for_longer_than_before_counts_as_well_again() -> None:
+    tries = Tries(1)
+    tries.snapshot(0)
+    assert tries.failed(20)
+    tries.rolled_back(30)
+    tries.snapshot(60)
+    assert not tries.failed(61), "it may be the same failure"
+    tries.snapshot(71)
+    assert tries.failed(80)
 
 
 def test_interval_is_computed_from_the_pause_and_announced_when_it_changes() -> None:

@@ -61,6 +61,7 @@ def describe(
         relay_keys=relay_keys.to_hand_over(entry),
         home_node=entry.home_node,
         home_endpoint=entry.home_endpoint,
+        home_boot_id=entry.boot_id if entry.role == "home" else entry.home_boot_id,
         incarnation=entry.incarnation,
         coordinator_node=entry.coordinator_node,
         coordinator_endpoint=entry.coordinator_endpoint,

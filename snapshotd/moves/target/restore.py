@@ -263,6 +263,7 @@ class Restore:
             cgroup=str(group.path),
             home_node=image.home_node,
             home_endpoint=image.home_endpoint,
+            home_boot_id=image.home_boot_id,
             relay_key=image.relay_key,
             boot_id=host.boot_id(),
             user_id=image.user_id,
