@@ -78,13 +78,14 @@ class Loss:
     switches_off: bool = False
 
 
-def draw_moment(random: Random, job: Ddp, nodes: Sequence[str], coordinator: str, every_s: float) -> Moment:
+def draw_moment(random: Random, ranks: int, places: Sequence[str], coordinator: str, every_s: float) -> Moment:
+    """`places`: the nodes that have ranks of the job."""
     during = random.choices(["", "snapshot", "rollback"], [3, 3, 4])[0]
-    victim = random.randrange(len(job.homes))
+    victim = random.randrange(ranks)
     if during and random.random() < 0.6:
         where = random.choice(["coordinator", "any"])
         point = random.choice(POINTS[during][where])
-        node = coordinator if where == "coordinator" else random.choice(nodes)
+        node = coordinator if where == "coordinator" else random.choice(places)
         return Moment(during, 0.0, point, node, victim)
     most_s = {"": every_s + 2.0, "snapshot": 2.0, "rollback": 5.0}[during]
     return Moment(during, random.uniform(0.0, most_s), victim=victim)
@@ -100,17 +101,17 @@ def _kill_ranks(course: Course, ranks: Sequence[int]) -> None:
             course.notes.append(f"rank {rank} had no process")
 
 
-def rank_killed(random: Random, job: Ddp, nodes: Sequence[str], moment: Moment) -> Loss:
-    rank = random.randrange(len(job.homes))
+def rank_killed(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) -> Loss:
+    rank = random.randrange(ranks)
     return Loss("rank-kill", f"SIGKILL to rank {rank}", lambda course: _kill_ranks(course, [rank]))
 
 
-def two_ranks_killed(random: Random, job: Ddp, nodes: Sequence[str], moment: Moment) -> Loss:
-    ranks = random.sample(range(len(job.homes)), 2)
-    return Loss("two-ranks", f"SIGKILL to ranks {ranks[0]} and {ranks[1]}", lambda course: _kill_ranks(course, ranks))
+def two_ranks_killed(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) -> Loss:
+    two = random.sample(range(ranks), 2)
+    return Loss("two-ranks", f"SIGKILL to ranks {two[0]} and {two[1]}", lambda course: _kill_ranks(course, two))
 
 
-def node_off(random: Random, job: Ddp, nodes: Sequence[str], moment: Moment) -> Loss:
+def node_off(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) -> Loss:
     """A power cut: the launchers there end as well. The disk remains, what was in memory does not."""
     node, down_s = random.choice(nodes), random.choice([random.uniform(0.0, 10.0), random.uniform(20.0, 60.0)])
 
@@ -125,7 +126,7 @@ def node_off(random: Random, job: Ddp, nodes: Sequence[str], moment: Moment) -> 
     return Loss("node-off", words, strike, down_s, mend, node, switches_off=True)
 
 
-def daemon_killed(random: Random, job: Ddp, nodes: Sequence[str], moment: Moment) -> Loss:
+def daemon_killed(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) -> Loss:
     node = moment.node if moment.node and random.random() < 0.7 else random.choice(nodes)
     down_s = random.choice([0.0, random.uniform(0.0, 5.0), random.uniform(5.0, 20.0)])
 
@@ -139,7 +140,7 @@ def daemon_killed(random: Random, job: Ddp, nodes: Sequence[str], moment: Moment
     return Loss("daemon-kill", f"SIGKILL to the daemon of {node} for {down_s:.1f} s", strike, down_s, mend)
 
 
-def cable_out(random: Random, job: Ddp, nodes: Sequence[str], moment: Moment) -> Loss:
+def cable_out(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) -> Loss:
     node = random.choice(nodes)
     down_s = random.choice([random.uniform(0.5, 8.0), random.uniform(8.0, 20.0), random.uniform(20.0, 50.0)])
 
@@ -157,7 +158,7 @@ def cable_out(random: Random, job: Ddp, nodes: Sequence[str], moment: Moment) ->
     return Loss("cable-out", f"the cable of {node} out for {down_s:.1f} s", strike, down_s, mend, node)
 
 
-def guard_killed(random: Random, job: Ddp, nodes: Sequence[str], moment: Moment) -> Loss:
+def guard_killed(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) -> Loss:
     down_s = random.choice([0.0, random.uniform(0.0, 5.0), random.uniform(5.0, 20.0)])
     return Loss(
         "guard-kill",
@@ -168,7 +169,7 @@ def guard_killed(random: Random, job: Ddp, nodes: Sequence[str], moment: Moment)
     )
 
 
-LOSSES: dict[str, Callable[[Random, Ddp, Sequence[str], Moment], Loss]] = {
+LOSSES: dict[str, Callable[[Random, int, Sequence[str], Moment], Loss]] = {
     "rank-kill": rank_killed,
     "two-ranks": two_ranks_killed,
     "node-off": node_off,
@@ -179,6 +180,7 @@ LOSSES: dict[str, Callable[[Random, Ddp, Sequence[str], Moment], Loss]] = {
 
 
 def draw_loss(
-    random: Random, job: Ddp, nodes: Sequence[str], moment: Moment, among: Sequence[str] = tuple(LOSSES)
+    random: Random, ranks: int, nodes: Sequence[str], moment: Moment, among: Sequence[str] = tuple(LOSSES)
 ) -> Loss:
-    return LOSSES[random.choice(among)](random, job, nodes, moment)
+    """`ranks`: their number. `nodes`: all nodes, also those without ranks."""
+    return LOSSES[random.choice(among)](random, ranks, nodes, moment)

@@ -29,6 +29,8 @@ from integration.nccl_nodes import unsettled
 
 NODES = ("node-1", "node-2", "node-3", "spare-1")
 EVERY_S = 3.0
+#: Faults come more often here than any job fails by itself.
+TRIES = "20"
 TICK_S = 0.1
 #: For a moment that a daemon has to reach; it may never, because another node has the part that was drawn.
 REACH_S = 40.0
@@ -97,9 +99,10 @@ class ProtectedChaos:
             self._begin(random)
         self.notes, self.declared = [], 0
         coordinator = self._coordinator()
-        moment = draw_moment(random, self.job, self.nodes.lab.nodes, coordinator, EVERY_S)
-        loss = draw_loss(random, self.job, self.nodes.lab.nodes, moment, self.faults)
-        words = f"{self.job.name} on {self._places()}, coordinator {coordinator}: {loss.words}, {moment}"
+        places = [place for rank in range(len(self.job.homes)) for place in self.job.places(rank)]
+        moment = draw_moment(random, len(self.job.homes), places, coordinator, EVERY_S)
+        loss = draw_loss(random, len(self.job.homes), self.nodes.lab.nodes, moment, self.faults)
+        words = f"{self.job.name} on {', '.join(places)}, coordinator {coordinator}: {loss.words}, {moment}"
         began_s, rollbacks = time.monotonic(), self._said().count(", down ")
         try:
             self._come(moment)
@@ -231,7 +234,7 @@ class ProtectedChaos:
     def start_guard(self) -> None:
         with self.said.open("ab") as out:
             self.guard = subprocess.Popen(
-                [*MIGRATOR, "protect", self.job.name, "--every", str(EVERY_S)],
+                [*MIGRATOR, "protect", self.job.name, "--every", str(EVERY_S), "--tries", TRIES],
                 env=self.nodes.environment(),
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -258,9 +261,6 @@ class ProtectedChaos:
             one for one in listed if (one["job"], one["kind"], one["state"]) == (self.job.name, "snapshot", "snapshot")
         ]
         return str(mine[0]["coordinator"]) if mine else self.job.homes[0]
-
-    def _places(self) -> str:
-        return ", ".join(place for rank in range(len(self.job.homes)) for place in self.job.places(rank))
 
     def _records(self) -> set[str]:
         state = self.nodes.lab.layout.state
