@@ -61,7 +61,7 @@ bench: setup ## measure how long a move pauses the job
 bench-scale: setup ## measure how long the driver needs to stop an NCCL job of up to 4,096 ranks (simulated daemons)
 	@$(PYTHON) -m integration.bench_scale
 
-# Variables: MINUTES, SEED, SOAK (a number of moves without faults, instead of faults), CHAOS (more options: --help).
+# Variables: MINUTES, SEED, SOAK (a number of moves without faults, instead of faults), CHAOS (more options, as --autopilot and --rollback: --help).
 MINUTES ?= 15
 chaos: setup ## move ranks at random under random faults (MINUTES=15 SEED=N), or SOAK=500 times without faults
 	@$(PYTHON) -m integration.chaos --minutes $(MINUTES) $(addprefix --seed ,$(SEED)) $(addprefix --soak ,$(SOAK)) $(CHAOS)

@@ -148,3 +148,52 @@ def test_job_survives_the_loss_and_the_departure_of_its_coordinator(torch_lab: T
     torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
     until("the snapshots to be removed with their job", lambda: _snapshots(nodes, job.name) == [])
     until("nothing to be left", lambda: not nodes.leftovers())
+
+
+def _exits_of_a_faulty_job(torch_lab: TorchLab, protect: bool) -> tuple[list[int], str, str]:
+    """Runs a job whose rank 1 raises at a certain step. Returns the exit statuses, what rank 1 has printed besides its steps,
+    and what `migrator protect` said."""
+    nodes = torch_lab.cluster
+    job = torch_lab.plain(
+        "ddp.py", "--pace-s", "0.2", "--until", "{end}", "--fail", "1", nodes=(ONE, TWO), name="faulty"
+    )
+    fails = job.end.with_suffix(".end.fail")
+    fails.unlink(missing_ok=True)
+    job.await_steps(5)
+    said = nodes.folder / "faulty.out"
+    said.write_text("")
+    guard = None
+    if protect:
+        with said.open("w") as out:
+            command = [*MIGRATOR, "protect", job.name, "--every", "2", "--tries", "2"]
+            guard = subprocess.Popen(command, env=nodes.environment(), stdout=out, stderr=subprocess.STDOUT)
+    try:
+        until("the first snapshot", lambda: not protect or ", paused " in said.read_text())
+        steps = max(len(lines) for lines in job.lines()) + 40
+        fails.write_text(f"{steps}\n")
+        codes = job.finish(600)
+        if guard is not None:
+            assert guard.wait(120) == 1, said.read_text()
+    finally:
+        if guard is not None:
+            guard.kill()
+            guard.wait()
+    printed = [line for line in job.agents[1].lines() if line.startswith("step ")]
+    assert [int(line.split()[1]) for line in printed] == list(range(steps)), "each step once"
+    rest = "\n".join(line for line in job.agents[1].lines() if not line.startswith("step "))
+    until("nothing to be left", lambda: not nodes.leftovers())
+    return codes, rest, said.read_text()
+
+
+@pytest.mark.timeout(1800)
+def test_job_that_has_a_bug_fails_as_without_protection(torch_lab: TorchLab, request: pytest.FixtureRequest) -> None:
+    """Snapshots are taken between its failures. Its launchers see one failure, after the number of tries."""
+    if not request.config.getoption("--whole"):
+        pytest.skip("it fails three times, and a minute passes until the last one is passed on: make test-all")
+    alone, text, _ = _exits_of_a_faulty_job(torch_lab, protect=False)
+    assert text.count("ValueError: rank 1 was told to fail") == text.count("Traceback") == 1, text
+    codes, protected, said = _exits_of_a_faulty_job(torch_lab, protect=True)
+    assert codes == alone, f"{protected}\n{said}"
+    assert protected == text, said
+    assert said.count(", down ") == 2, said
+    assert "it is passed on" in said

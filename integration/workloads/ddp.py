@@ -2,7 +2,7 @@
 
 torchrun or `migrator lab run` set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without torchrun rank 0 hosts the
 store. With --until FILE the job ends ten steps after that file exists. It creates a new group as soon as FILE.group or
-FILE exists.
+FILE exists. With --fail RANK that rank raises once FILE exists, or at the step that FILE.fail names.
 """
 
 import argparse
@@ -22,7 +22,7 @@ parser.add_argument("--width", type=int, default=256)
 parser.add_argument("--late-group-at", type=int, default=-1, help="the step at which a new group is made")
 parser.add_argument("--until", default="", help="train until this file exists, instead of for so many steps")
 parser.add_argument("--witness", default="", help="append each step to this file, which is opened by name every time")
-parser.add_argument("--fail", type=int, default=-1, help="the rank that raises once the file of --until exists")
+parser.add_argument("--fail", type=int, default=-1, help="the rank that raises")
 options = parser.parse_args()
 
 
@@ -45,6 +45,14 @@ def files_seen() -> tuple[bool, bool]:
     return bool(seen.any()), bool(seen[1])
 
 
+def must_fail(step: int) -> bool:
+    try:
+        with open(f"{options.until}.fail") as file:
+            return step >= int(file.read())
+    except (FileNotFoundError, ValueError):  # it is being written
+        return False
+
+
 @record
 def main() -> None:
     torch.set_num_threads(1)
@@ -64,7 +72,7 @@ def main() -> None:
             wants_group, ends = files_seen()
             group_at = step if wants_group and group is None else -1
             steps = step + 10 if ends else steps
-            if ends and options.fail == rank:
+            if options.fail == rank and (ends or must_fail(step)):
                 raise ValueError(f"rank {rank} was told to fail")
         if step >= steps:
             break

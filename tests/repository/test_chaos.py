@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from integration.chaos import kinds, processes
+from integration.chaos.ddp_jobs import RepeatedLedger
 from integration.chaos.jobs import ALL_KINDS, Broken, Ledger
+from integration.chaos.losses import LOSSES, draw_loss, draw_moment
+from integration.chaos.protected import NODES, ProtectedChaos
 from integration.chaos.report import Entry, Report
 from integration.chaos.rounds import Chaos
 from integration.chaos.soak import WARM_UP, WINDOW, Samples, Soak
@@ -46,6 +49,44 @@ def test_a_seed_draws_the_same_faults_and_all_kinds() -> None:
         drawn.append([(fault.kind, fault.words) for fault in found])
     assert drawn[0] == drawn[1]
     assert {kind for kind, _ in drawn[0]} == set(kinds.KINDS)
+
+
+def test_ledger_of_a_job_that_is_rolled_back_notices_other_losses_and_a_second_copy(tmp_path: Path) -> None:
+    for wrong, why in (("1 0.9\n", "had 0.5 before"), ("4 0.1\n", "instead of 3"), ("x\n", "instead of 3")):
+        ledger = RepeatedLedger(tmp_path / "ledger")
+        ledger.path.write_text("0 0.7\n1 0.5\n2 0.3\n1 0.5\n2 0.3\n")
+        ledger.read()
+        assert ledger.steps == 3
+        with ledger.path.open("a") as file:
+            file.write(wrong)
+        with pytest.raises(Broken, match=why):
+            ledger.read()
+    ledger = RepeatedLedger(tmp_path / "ledger")
+    ledger.path.write_text("0 0.7\n1 0.5\n2 0.3\n0 0.7\n3 0.2\n")
+    with pytest.raises(Broken, match="instead of 1 or an earlier one"):
+        ledger.read()
+
+
+def test_a_seed_draws_the_same_losses_of_all_kinds_at_moments_of_all_kinds() -> None:
+    drawn = []
+    for _ in range(2):
+        found = []
+        for number in range(400):
+            random = Random(f"7/{number}")
+            moment = draw_moment(random, 3, ["node-1", "node-2"], "node-1", 3.0)
+            found.append((moment, draw_loss(random, 3, NODES, moment)))
+        drawn.append([(moment, loss.kind, loss.words, loss.down_s) for moment, loss in found])
+    assert drawn[0] == drawn[1]
+    assert {kind for _, kind, _, _ in drawn[0]} == set(LOSSES)
+    assert {moment.during for moment, _, _, _ in drawn[0]} == {"", "snapshot", "rollback"}
+    assert all(moment.node in {"", "node-1", "node-2"} for moment, _, _, _ in drawn[0])
+
+
+def test_hint_how_to_repeat_rounds_of_rollback_has_their_options(tmp_path: Path) -> None:
+    nodes: Any = SimpleNamespace(folder=tmp_path)
+    assert ProtectedChaos(nodes, 7, print).report.repeat() == 'make chaos SEED=7 CHAOS="--rollback"'
+    chosen = ProtectedChaos(nodes, 7, print, ["node-off"]).report.repeat()
+    assert chosen == 'make chaos SEED=7 CHAOS="--rollback --faults node-off"'
 
 
 def test_hint_how_to_repeat_a_run_has_its_options(tmp_path: Path) -> None:
