@@ -119,7 +119,7 @@ class ProtectedChaos:
             self.say(f"round {number}: {words}")
             raise
         self.job.rounds += 1
-        again = self.declared or self._said().count(", down ") > rollbacks
+        again = self.declared or moment.during == "rollback" or self._said().count(", down ") > rollbacks
         notes = f" ({', '.join(self.notes)})" if self.notes else ""
         outcome = "rolled back" if again else "went on"
         self.say(f"round {number}: {words}: {outcome}{notes}, new steps after {back_s:.1f} s")
