@@ -164,8 +164,12 @@ class ProtectedChaos:
 
     def _go(self, moment: Moment) -> None:
         """The daemon that waits at a fault point goes on, if it has not been lost."""
-        if moment.point is not None and self.nodes.lab.daemon_pid(moment.node) is not None:
-            (self.nodes.run_dir(moment.node) / f"{moment.point}.go").touch()
+        node, lab = moment.node, self.nodes.lab
+        if moment.point is None or lab.daemon_pid(node) is None or not self.nodes.fired(node):
+            return
+        go = self.nodes.run_dir(node) / f"{moment.point}.go"
+        go.touch()
+        self._until("a daemon to go on", lambda: not go.exists() or lab.daemon_pid(node) is None)
 
     def _lasts_for(self, loss: Loss, coordinator: str) -> None:
         ends_s, struck_s = time.monotonic() + loss.down_s, time.monotonic()
