@@ -120,9 +120,11 @@ class _Faults:
 
 
 def _suspend_and_resume_undisturbed(nodes: Cluster, job: TorchJob) -> None:
+    ranks = {row["pid"] for row in nodes.ps(job.agents[0])}
+    assert ranks <= set(nodes.processes_of(str(job.end)))
     answer = _job(nodes, "suspend", job.name)
     assert [(rank["rank"], rank["node"]) for rank in answer["ranks"]] == [(0, ONE), (1, TWO)]
-    assert nodes.processes_of(str(job.end)) == [], "the processes of the ranks are gone"
+    assert ranks & set(nodes.processes_of(str(job.end))) == set(), "the processes of the ranks are gone"
     assert {(row["rank"], row["place"]) for row in nodes.ps(job.agents[0])} == {(0, "suspended"), (1, "suspended")}
     assert _job(nodes, "list")["jobs"][0]["state"] == "suspended"
     assert _job(nodes, "suspend", job.name, expect=23)["error"] == "wrong-state"
@@ -166,6 +168,19 @@ def test_ddp_job_is_suspended_and_resumed_elsewhere_also_if_daemons_and_drivers_
     job.assert_whole()
     torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
     assert _settled(nodes) == "running"
+    assert _images(nodes) == []
+
+
+def test_job_of_torchrun_is_suspended_with_its_store_and_resumed_elsewhere(torch_lab: TorchLab) -> None:
+    nodes = torch_lab.cluster
+    job = torch_lab.torchrun(
+        "ddp.py", "--pace-s", "0.05", "--until", "{end}", nodes=(ONE, TWO), name="launched", rendezvous=True
+    )
+    job.await_steps(5)
+    _suspend_and_resume_undisturbed(nodes, job)
+    job.end.touch()  # the job makes a new group now, with the store
+    job.assert_whole()
+    torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
     assert _images(nodes) == []
 
 

@@ -83,7 +83,7 @@ def test_faults_while_memory_is_sent_leave_the_rank_running_and_untracked(
     (rank,) = nodes.ps(job)
 
     def left() -> list[str]:
-        """Of moves that were undone. A move may also succeed in spite of its fault: then the rank has a cgroup with its name."""
+        """Of moves that were undone. One may also succeed in spite of its fault: then the rank has a cgroup with its name."""
         return [one for one in nodes.leftovers() if "m-" in one and rank["uid"] not in one]
 
     def goes_on() -> None:

@@ -116,13 +116,20 @@ class TorchLab:
         launcher: Sequence[str] = (TORCHRUN,),
         options: Sequence[str] = (),
         name: str = "torch",
+        rendezvous: bool = False,
     ) -> TorchJob:
-        """Runs `migrator run -- torchrun … SCRIPT` on every node; `{end}` in an argument becomes the path `job.end`."""
+        """Runs `migrator run -- torchrun … SCRIPT` on every node; `{end}` in an argument becomes the path `job.end`.
+        `rendezvous`: the launchers find each other by a rendezvous, and rank 0 has the store."""
         job = self._named(name, nodes[0])
         arguments = tuple(word.replace("{end}", str(job.end)) for word in arguments)
         for index, node in enumerate(nodes):
-            how = [f"--nnodes={len(nodes)}", f"--nproc-per-node={workers}", f"--node-rank={index}"]
-            how += [f"--master-addr={job.address}", f"--master-port={job.port}", *options]
+            how = [f"--nnodes={len(nodes)}", f"--nproc-per-node={workers}"]
+            if rendezvous:  # ranks are numbered in the order of addresses
+                how += ["--rdzv-backend=c10d", f"--rdzv-endpoint={job.address}:{job.port}", f"--rdzv-id={job.name}"]
+                how += [f"--local-addr={self.cluster.lab.address(node)}", f"--rdzv-conf=is_host={int(index == 0)}"]
+            else:
+                how += [f"--node-rank={index}", f"--master-addr={job.address}", f"--master-port={job.port}"]
+            how += options
             world: dict[str, str] = {}
             if launcher != (TORCHRUN,):  # another launcher, which needs no options of torchrun
                 how, world = list(options), self._world(job, index, len(nodes))

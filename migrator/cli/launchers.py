@@ -36,6 +36,10 @@ NCCL_PRESETS = {"NCCL_RAS_ENABLE": "0"}
 #: multicast memory, and host memory of the driver. They are on otherwise: what NCCL really leaves decides during a move.
 NCCL_SAFE = {**NCCL_PRESETS, "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
 
+#: With a rendezvous of kind c10d, torchrun's ranks use a store in the launcher, unless this is set: then rank 0 has it. A
+#: whole job can only be suspended or rolled back with its store. With `--master-addr` the launcher always has it.
+STORE_PRESETS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
 #: How a rank's device memory is moved: by the driver's checkpoint, or faster by the shim, for memory that is allocated with
 #: the shim loaded from the start. shim/keeper/child.py preloads the library that this selects.
 DEVICE_MEMORY_VARIABLE = "SNAPSHIM_DEVICE_MEMORY"
@@ -149,7 +153,7 @@ def launcher_environment(
     nccl_safe: bool = False,
 ) -> dict[str, str]:
     """The launcher's environment; `interpreter` is the one that has this package."""
-    made = {**environment, INTERPRETER: interpreter, "PYTHON_EXEC": str(WORKER_PYTHON)}
+    made = {**STORE_PRESETS, **environment, INTERPRETER: interpreter, "PYTHON_EXEC": str(WORKER_PYTHON)}
     former = environment.get("PYTHON_EXEC")
     if former is not None and former != str(WORKER_PYTHON):
         made[FORMER] = former
