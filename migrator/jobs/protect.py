@@ -18,7 +18,7 @@ from migrator.driver.peers import node_infos
 from migrator.find_rank import Found, all_ranks
 from migrator.job_protocol import JobVerdict
 from migrator.job_results import JobOptions
-from migrator.jobs import homes, interval
+from migrator.jobs import interval
 from migrator.jobs.finding import all_jobs, mine_of
 from migrator.jobs.recall import recall
 from migrator.jobs.tries import Tries
@@ -86,20 +86,22 @@ class Protection:
         self.sight = Sight()
         self.snapshot_s = 0.0  # when the last one was taken
         self.tries = Tries(tries)
+        self.boots: dict[str, str] = {}  # node -> its boot id when all ranks were there for the last time
         self.recalled = False  # whether the records of the job were read
 
     async def run(self) -> int:
         """Runs until the job has ended, or has failed too often. Returns the exit code."""
         next_s = time.monotonic()
+        self.boots = await self._boots()
         while True:
             found, silent = await all_ranks(self.cluster)
             mine = [one for one in found if self._is_mine(one)]
             now_s = time.monotonic()
             waits = await self._recall(mine) if not self.recalled else ""
-            rebooted = await self._rebooted(self.sight.forgotten(mine, silent))
-            if self.sight.has_ended(mine, silent) and not rebooted:
+            if self.sight.has_ended(mine, silent):
                 self.say("the job has ended")
                 return 0
+            rebooted = await self._rebooted(self.sight.forgotten(mine, silent))
             if trouble := waits or self.sight.trouble(mine, silent, now_s) or rebooted:
                 if not self.tries.failed(now_s):
                     self.say(f"{trouble}, after {self.tries.count} rollbacks: it is passed on")
@@ -124,11 +126,18 @@ class Protection:
         self.sight.nodes = {**known.nodes, **self.sight.nodes}
         return f"the rollback {known.waits} is not finished" if known.waits else ""
 
+    async def _boots(self) -> dict[str, str]:
+        """The boot ids of the nodes that answer."""
+        return {node: info.boot_id for node, info in (await node_infos(self.cluster)).items()}
+
     async def _rebooted(self, ranks: Sequence[pb.Rank]) -> str:
         """Which of these ranks ended with its node, which answers again; empty: none."""
-        infos = await node_infos(self.cluster) if ranks else {}
-        gone = [rank for rank in ranks if homes.was_rebooted(rank, infos)]
-        return f"{gone[0].home_node} was booted, and rank {gone[0].rank} has ended with it" if gone else ""
+        now = await self._boots() if ranks else {}
+        for rank in ranks:
+            node = self.sight.nodes[rank.uid]
+            if node in now and self.boots.get(node, now[node]) != now[node]:
+                return f"{node} was booted, and rank {rank.rank} has ended with it"
+        return ""
 
     def _is_mine(self, one: Found) -> bool:
         return one.rank.job == self.options.job and self.options.user_id in (None, one.rank.user_id)
@@ -145,6 +154,7 @@ class Protection:
 
     async def _take(self) -> float | None:
         """Takes a snapshot; how long it paused the job, None if there is none."""
+        boots = await self._boots()
         try:
             result = await jobs.snapshot(self.cluster, self.options, lambda event: None)
         except SnapshotError as error:
@@ -153,7 +163,7 @@ class Protection:
         if result.outcome is not JobVerdict.SNAPSHOTTED:
             self.say(f"no snapshot was taken: {result.reason}")
             return None
-        self.snapshot_s, self.recalled = time.monotonic(), True
+        self.snapshot_s, self.recalled, self.boots = time.monotonic(), True, boots
         self.tries.snapshot(self.snapshot_s)
         self.say(f"snapshot {result.record}: {result.bytes >> 20} MiB, paused {result.pause_s:.2f} s")
         return result.pause_s
@@ -161,6 +171,7 @@ class Protection:
     async def _roll_back(self, trouble: str) -> None:
         began_s = time.monotonic()
         self.say(f"{trouble}: rolling the job back")
+        boots = await self._boots()
         try:
             result = await jobs.rollback(self.cluster, self.options, lambda event: None)
         except SnapshotError as error:
@@ -171,6 +182,7 @@ class Protection:
             self.say(f"the job could not be rolled back yet: {result.reason}")
             return
         self.tries.rolled_back(time.monotonic())
+        self.boots = boots
         self.sight = Sight(nodes={one.uid: one.node for one in result.ranks})
         lost = f" {began_s - self.snapshot_s:.0f} s" if self.snapshot_s else ""
         self.say(f"rolled back{lost}, down {time.monotonic() - began_s:.1f} s, {trouble}")

@@ -67,6 +67,26 @@ def test_rank_that_no_node_knows_has_ended_or_its_node_was_booted() -> None:
     assert gone.uid == "job-1"
 
 
+async def test_only_a_node_that_was_booted_since_the_last_snapshot_has_lost_its_rank() -> None:
+    """A rank whose launcher was lost with its home node, earlier, may end well on another one."""
+    nothing: Any = None
+    protection = Protection(nothing, nothing, 60.0, 3, print)
+    boots = {"a": "1", "b": "1"}
+
+    async def now() -> dict[str, str]:
+        return boots
+
+    protection._boots = now  # type: ignore[method-assign]
+    protection.boots = dict(boots)
+    gone = Found("b", pb.Rank(uid="job-1", rank=1, place=pb.Rank.HERE, home_node="a", home_boot_id="0"))
+    protection.sight.trouble([rank(0, "a"), gone], {}, 0)
+    forgotten = protection.sight.forgotten([rank(0, "a")], {})
+    assert await protection._rebooted(forgotten) == ""
+    boots["b"] = "2"
+    assert await protection._rebooted(forgotten) == "b was booted, and rank 1 has ended with it"
+    assert await protection._rebooted([]) == ""
+
+
 def test_home_node_that_was_booted_since_is_noticed() -> None:
     started = pb.Rank(home_node="b", home_boot_id="first")
     assert not was_rebooted(started, {"b": pb.NodeInfo(boot_id="first")})
