@@ -180,7 +180,7 @@ def _exits_of_a_faulty_job(torch_lab: TorchLab, protect: bool) -> tuple[list[int
             guard.wait()
     printed = [line for line in job.agents[1].lines() if line.startswith("step ")]
     assert [int(line.split()[1]) for line in printed] == list(range(steps)), "each step once"
-    rest = "\n".join(line for line in job.agents[1].lines() if not line.startswith("step "))
+    rest = "\n".join(line for line in job.agents[1].lines() if not line.startswith(("step ", "[W")))  # with the time
     until("nothing to be left", lambda: not nodes.leftovers())
     return codes, rest, said.read_text()
 

@@ -28,10 +28,11 @@ class Printed:
 
     def rewind(self, offset: int) -> None:
         """The rank has come back from a snapshot, and its stream continues from here. What is not remembered any more is
-        printed again."""
-        if self._base <= offset <= self.end:
-            self._expected = bytes(self._data[offset - self._base :])
-            del self._data[offset - self._base :]
+        printed again. It may come back again before it has reached the end of what was printed the first time."""
+        if self._base <= offset <= self.end + len(self._expected):
+            printed = bytes(self._data) + self._expected
+            self._expected = printed[offset - self._base :]
+            self._data = bytearray(printed[: offset - self._base])
         else:
             self._expected, self._base = b"", offset
             self._data.clear()

@@ -42,6 +42,22 @@ def test_second_rollback_to_the_same_snapshot() -> None:
     assert made.take(b"b\nc\nd\n") == b"d\n"
 
 
+@pytest.mark.parametrize("reached", [b"", b"b\n", b"b\nc", b"b\nc\nd\n"])
+def test_second_rollback_before_the_rank_has_caught_up(reached: bytes) -> None:
+    made = printed(b"a\nb\nc\nd\n", 2)
+    assert made.take(reached) == b""
+    made.rewind(2)
+    assert made.take(b"b\nc\nd\ne\n") == b"e\n"
+    assert made.end == 10
+
+
+def test_snapshot_of_a_rank_that_has_not_caught_up() -> None:
+    made = printed(b"a\nb\nc\nd\n", 2)
+    assert made.take(b"b\nc\n") == b""
+    made.rewind(4)
+    assert made.take(b"c\nd\ne\n") == b"e\n"
+
+
 def test_output_that_is_not_remembered_is_printed_again() -> None:
     made = Printed()
     made.add(b"x" * (MOST_BYTES + 10))
