@@ -1,18 +1,20 @@
-"""The CUDA driver's memory calls that copying held memory needs, through ctypes.
+"""The CUDA driver's memory calls that copying and filling held memory need, through ctypes.
 
-Loaded in the process that copies alone. Calls release the interpreter's lock, so each thread may have its own under way.
+Loaded in the processes that copy and fill alone. Calls release the interpreter's lock, so each thread may have its own under
+way.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 from uuid import UUID
 
 _u64, _size = ctypes.c_uint64, ctypes.c_size_t
 _POSIX_DESCRIPTOR = 1
-_ON_DEVICE, _READ_AND_WRITE = 1, 3
+_PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
 _PORTABLE, _NON_BLOCKING = 1, 1
 
 
@@ -22,6 +24,16 @@ class DriverError(Exception):
 
 class _Location(ctypes.Structure):
     _fields_: ClassVar = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Property(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
 
 
 class _Access(ctypes.Structure):
@@ -60,13 +72,32 @@ class Gpu:
 
     def map(self, descriptor: int, size_bytes: int) -> int:
         """Imports physical memory and maps it; the address."""
-        handle, address = _u64(), _u64()
+        handle = _u64()
         self._call(
             "cuMemImportFromShareableHandle",
             ctypes.byref(handle),
             ctypes.c_void_p(descriptor),
             ctypes.c_int(_POSIX_DESCRIPTOR),
         )
+        return self._mapped(handle, size_bytes)
+
+    def create(self, size_bytes: int) -> tuple[int, int]:
+        """New physical memory: the address at which it is mapped, and a descriptor that keeps it."""
+        handle, descriptor = _u64(), ctypes.c_int()
+        wanted = _Property(type=_PINNED, handle_types=_POSIX_DESCRIPTOR, location=_Location(_ON_DEVICE, self.device))
+        self._call("cuMemCreate", ctypes.byref(handle), _size(size_bytes), ctypes.byref(wanted), _u64(0))
+        self._call(
+            "cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, ctypes.c_int(_POSIX_DESCRIPTOR), _u64(0)
+        )
+        try:
+            return self._mapped(handle, size_bytes), descriptor.value
+        except BaseException:
+            os.close(descriptor.value)
+            raise
+
+    def _mapped(self, handle: ctypes.c_uint64, size_bytes: int) -> int:
+        """Takes the handle over; the address."""
+        address = _u64()
         self._call("cuMemAddressReserve", ctypes.byref(address), _size(size_bytes), _size(0), _u64(0), _u64(0))
         self._call("cuMemMap", address, _size(size_bytes), _size(0), handle, _u64(0))
         access = _Access(_Location(_ON_DEVICE, self.device), _READ_AND_WRITE)
@@ -77,6 +108,10 @@ class Gpu:
     def copy_out(self, to: int, address: int, size_bytes: int, stream: ctypes.c_void_p) -> None:
         """Begins a copy into pinned memory."""
         self._call("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(to), _u64(address), _size(size_bytes), stream)
+
+    def copy_in(self, address: int, source: int, size_bytes: int, stream: ctypes.c_void_p) -> None:
+        """Begins a copy out of pinned memory."""
+        self._call("cuMemcpyHtoDAsync_v2", _u64(address), ctypes.c_void_p(source), _size(size_bytes), stream)
 
     def wait(self, stream: ctypes.c_void_p) -> None:
         self._call("cuStreamSynchronize", stream)

@@ -1,0 +1,141 @@
+"""Has memory on this node's GPU filled from stripes that arrive: the daemon's side of the process that fills.
+
+Invariant: memory counts as filled only with bytes that were verified and are on the GPU; a part of a file is removed only
+then. If the process that fills dies, another one takes its place; what was filled is not filled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from snapshotd.api.errors import GpuFailed, Internal, SnapshotError
+from snapshotd.holder.copying import READY_S, REPLACED, stripe_sizes
+from snapshotd.inprocess.holding import HeldBlock
+from snapshotd.transport.device.child import Child
+
+log = logging.getLogger(__name__)
+
+_FILLER = "snapshotd.holder.filler"
+#: What stays of each file behind what was filled: the sender may refer to equal bytes that far back.
+BEHIND_BYTES = 128 << 20
+#: How often what has arrived is passed on.
+_RELAY_S = 0.005
+#: Of one message.
+_BLOCKS = 1000
+
+
+class Filling:
+    """The memory of one process on its way from its stripes. Used on the loop that started it."""
+
+    def __init__(
+        self,
+        gpu: str,
+        folder: Path,
+        names: Sequence[str],
+        slot_bytes: int,
+        holder: Path,
+        library_dir: str,
+        key: str,
+    ) -> None:
+        self._gpu, self._folder, self._names, self._key = gpu, folder, list(names), key
+        self._slot_bytes, self._holder, self._library_dir = slot_bytes, holder, library_dir
+        self._child: Child | None = None
+        self._task: asyncio.Task[int] | None = None
+        self._allocated = asyncio.Event()
+        self.filled = [0] * len(self._names)
+
+    async def start(self) -> None:
+        """Starts the process, which attaches to the GPU. Raises Internal or GpuFailed."""
+        settings = {
+            "gpu": self._gpu,
+            "files": [str(self._folder / name) for name in self._names],
+            "slot_bytes": self._slot_bytes,
+            "holder": str(self._holder),
+            "key": self._key,
+            "behind_bytes": BEHIND_BYTES,
+            "from": self.filled,
+        }
+        self._child = await Child.start(_FILLER, settings, library_dir=self._library_dir)
+        await self._child.ready(READY_S)
+
+    def begin(self, blocks: Sequence[HeldBlock], arrived: Callable[[str], int]) -> asyncio.Task[int]:
+        """Creates this memory and fills it. `arrived`: how much of a stripe is verified and in its file. The task ends with
+        the bytes when all of it is filled; the holder keeps it under the key."""
+        self._task = asyncio.create_task(self._carry(list(blocks), arrived), name=f"fill {self._key}")
+        return self._task
+
+    async def allocated(self) -> None:
+        """Waits until the memory exists. Raises what the task raises."""
+        assert self._task is not None
+        waiting = asyncio.ensure_future(self._allocated.wait())
+        try:
+            await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)
+            if not self._allocated.is_set():
+                self._task.result()
+        finally:
+            waiting.cancel()
+
+    async def close(self) -> None:
+        """The holder still keeps the memory. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        if self._child is not None:
+            self._child.kill()
+            await self._child.close()
+            self._child = None
+
+    async def _carry(self, blocks: list[HeldBlock], arrived: Callable[[str], int]) -> int:
+        for left in reversed(range(REPLACED + 1)):
+            try:
+                return await self._fill(blocks, arrived)
+            except (GpuFailed, Internal) as error:
+                log.warning("filling %s: %s", self._key, error.message)
+                if not left:
+                    raise
+                if self._child is not None:
+                    self._child.kill()
+                    await self._child.close()
+                with contextlib.suppress(GpuFailed, Internal):  # the next attempt fails at once
+                    await self.start()
+        raise AssertionError
+
+    async def _fill(self, blocks: list[HeldBlock], arrived: Callable[[str], int]) -> int:
+        child = self._child
+        assert child is not None
+        sizes = stripe_sizes(blocks, len(self._names), self._slot_bytes)
+        for at in range(0, max(1, len(blocks)), _BLOCKS):
+            some = [[one.address, one.bytes, one.device] for one in blocks[at : at + _BLOCKS]]
+            child.say({"blocks": some, "more": at + _BLOCKS < len(blocks)})
+        relaying = asyncio.create_task(self._relay(child, arrived))
+        try:
+            ended: set[int] = set()
+            while len(ended) < len(self._names):
+                message = await child.hear()
+                if "allocated" in message:
+                    self._allocated.set()
+                    continue
+                self.filled = [max(pair) for pair in zip(self.filled, message["filled"], strict=True)]
+                if "last" in message:
+                    ended.add(int(message["last"]))
+        finally:
+            relaying.cancel()
+            await asyncio.gather(relaying, return_exceptions=True)
+        if self.filled != sizes:
+            raise GpuFailed(f"{sum(self.filled)} bytes of {self._key} were filled, {sum(sizes)} were expected")
+        return sum(sizes)
+
+    async def _relay(self, child: Child, arrived: Callable[[str], int]) -> None:
+        known: list[int] = []
+        while True:
+            now = [arrived(name) for name in self._names]
+            if now != known:
+                known = now
+                with contextlib.suppress(SnapshotError):
+                    child.say({"arrived": now})
+            await asyncio.sleep(_RELAY_S)
