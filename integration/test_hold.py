@@ -6,6 +6,7 @@ machine, which a descriptor keeps as that of a GPU.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from integration.harness import until
 from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, UNDONE, children, part, start
 from snapshotd.runtime.faults import Point
 
-COPIER = "snapshotd.holder.copier"
+COPIER, FILLER = "snapshotd.holder.copier", "snapshotd.holder.filler"
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +42,26 @@ def held(lab: GpuCluster) -> list[int]:
     return lab.cluster.processes_of("snapshotd.holder.process")
 
 
+def gone(lab: GpuCluster, program: str) -> bool:
+    return not lab.cluster.processes_of(program)
+
+
 def test_rank_moves_there_and_back_and_nothing_is_copied_while_it_waits(holding: GpuCluster) -> None:
     job = start(holding, *LARGE)
     for at, to in ((SOURCE, TARGET), (TARGET, SOURCE)):
         job.await_progress(3)
         with holding.cluster.moving(job, to, at, Point.OFFLOADED) as asked:
             assert children(holding, at, COPIER)
+            assert children(holding, to, FILLER)
             assert held(holding)
         assert asked.code == 0, f"{asked.answer} {asked.errors}"
         assert asked.answer["warnings"] == []
         assert part(asked.answer, "offload")["bytes"] == part(asked.answer, "refill")["bytes"] >= LARGE_MIB * MIB
+        logged = holding.lab.daemon_log(to).read_text(errors="replace")
+        assert "of device memory that were filled while they arrived" in logged
         job.await_progress(2)
-        until("the copiers to end", lambda: not any(children(holding, node, COPIER) for node in (SOURCE, TARGET)))
+        for program in (COPIER, FILLER, "snapshotd.holder.process"):
+            until(f"{program} to end", functools.partial(gone, holding, program))
     holding.ends_well(job)
 
 
@@ -77,6 +86,21 @@ def test_failed_move_gives_the_memory_back_and_a_retry_succeeds(holding: GpuClus
     holding.ends_well(job)
 
 
+def test_target_that_is_restarted_keeps_nothing_on_its_gpu(holding: GpuCluster) -> None:
+    """Its daemon is killed when the rank has its memory there, and does not run yet."""
+    job = start(holding, *LARGE)
+    job.await_lines(5)
+    holding.cluster.fault(TARGET, Point.REFILLED, "kill")
+    with holding.cluster.begin_move(job, TARGET) as move:
+        until("the daemon to die", lambda: holding.lab.daemon_pid(TARGET) is None)
+        holding.lab.start_daemon(TARGET)
+        move.wait(120)
+    job.await_progress(3)
+    until("the holders to end", lambda: gone(holding, "snapshotd.holder"))
+    until("the GPU of the target to be empty", lambda: holding.used_bytes(TARGET) == 0)
+    holding.ends_well(job)
+
+
 def test_memory_outlives_the_daemon(holding: GpuCluster) -> None:
     """Its daemon is killed while the memory belongs to no process: the next one gives it back."""
     job = start(holding, *LARGE)
@@ -93,12 +117,13 @@ def test_memory_outlives_the_daemon(holding: GpuCluster) -> None:
     holding.ends_well(job)
 
 
-@pytest.mark.sampled(1, group="hold")
-def test_killed_copier_is_replaced(holding: GpuCluster) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("node", "program"), [(SOURCE, COPIER), (TARGET, FILLER)])
+def test_killed_process_that_copies_is_replaced(holding: GpuCluster, node: str, program: str) -> None:
     job = start(holding, *LARGE)
     job.await_lines(5)
     with holding.cluster.moving(job, TARGET, SOURCE, Point.OFFLOADED) as asked:
-        (copier,) = children(holding, SOURCE, COPIER)
+        (copier,) = children(holding, node, program)
         os.kill(copier, signal.SIGKILL)
         until("it to be gone", lambda: not Path(f"/proc/{copier}").exists())
     assert asked.code == 0, f"{asked.answer} {asked.errors}"

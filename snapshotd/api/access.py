@@ -53,6 +53,7 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Target/Push": _NODE,
     "/snapshotd.v1.Target/OpenImageChannel": _NODE,
     "/snapshotd.v1.Target/OpenDeviceChannel": _NODE,
+    "/snapshotd.v1.Target/AllocateDeviceMemory": _NODE,
     "/snapshotd.v1.Target/Seal": _NODE,
     "/snapshotd.v1.Target/Restore": _OPERATOR,
     "/snapshotd.v1.Target/Activate": _BOTH,

@@ -278,6 +278,9 @@ class TargetCalls:
         self.OpenDeviceChannel = Unary(
             link, path + "OpenDeviceChannel", pb.OpenDeviceChannelRequest, pb.OpenDeviceChannelReply
         )
+        self.AllocateDeviceMemory = Unary(
+            link, path + "AllocateDeviceMemory", pb.AllocateDeviceMemoryRequest, pb.AllocateDeviceMemoryReply
+        )
         self.Seal = Unary(link, path + "Seal", pb.SealRequest, pb.SealReply)
         self.Restore = Unary(link, path + "Restore", pb.MoveRequest, pb.RestoreReply)
         self.Activate = Unary(link, path + "Activate", pb.TokenRequest, pb.ActivateReply)

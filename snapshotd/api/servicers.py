@@ -242,6 +242,11 @@ class TargetServicer:
     ) -> pb.OpenDeviceChannelReply:
         return await self.steps.open_device_channel(request, context.caller.name)
 
+    async def AllocateDeviceMemory(
+        self, request: pb.AllocateDeviceMemoryRequest, context: Context
+    ) -> pb.AllocateDeviceMemoryReply:
+        return await self.steps.allocate_device_memory(request, context.caller.name)
+
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealReply:
         return await self.steps.seal(request, context.caller.name)
 

@@ -2798,6 +2798,8 @@ class OpenDeviceChannelRequest(_message.Message):
     EXPECTED_BYTES_FIELD_NUMBER: _builtins.int
     PLAIN_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     expected_bytes: _builtins.int
     """of all stripes together, approximately"""
@@ -2805,6 +2807,10 @@ class OpenDeviceChannelRequest(_message.Message):
     """the source's configuration allows unencrypted transfer"""
     sealed: _builtins.bool
     """as in OpenImageChannelRequest"""
+    slot_bytes: _builtins.int
+    """contiguous in one stripe; set: the source keeps the memory on its GPU until it is sent"""
+    gpu: _builtins.str
+    """… the GPU there, by UUID"""
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """device-PID-NUMBER; PID is in the rank's own pid namespace"""
@@ -2817,10 +2823,12 @@ class OpenDeviceChannelRequest(_message.Message):
         expected_bytes: _builtins.int = ...,
         plain: _builtins.bool = ...,
         sealed: _builtins.bool = ...,
+        slot_bytes: _builtins.int = ...,
+        gpu: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_bytes", b"expected_bytes", "move", b"move", "names", b"names", "plain", b"plain", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_bytes", b"expected_bytes", "gpu", b"gpu", "move", b"move", "names", b"names", "plain", b"plain", "sealed", b"sealed", "slot_bytes", b"slot_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2835,6 +2843,7 @@ class OpenDeviceChannelReply(_message.Message):
     PLAIN_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
+    FILLS_FIELD_NUMBER: _builtins.int
     port: _builtins.int
     """on the host of the target's endpoint"""
     key: _builtins.bytes
@@ -2843,6 +2852,8 @@ class OpenDeviceChannelReply(_message.Message):
     """unencrypted: both configurations allow it"""
     sealed: _builtins.bool
     """as in OpenImageChannelReply"""
+    fills: _builtins.bool
+    """the target fills memory on its GPU while stripes arrive, once it knows the blocks"""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """as in OpenImageChannelReply"""
@@ -2855,14 +2866,86 @@ class OpenDeviceChannelReply(_message.Message):
         plain: _builtins.bool = ...,
         sealed: _builtins.bool = ...,
         endpoints: _abc.Iterable[_builtins.str] | None = ...,
+        fills: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "key", b"key", "plain", b"plain", "port", b"port", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "fills", b"fills", "key", b"key", "plain", b"plain", "port", b"port", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenDeviceChannelReply: _TypeAlias = OpenDeviceChannelReply  # noqa: Y015
+
+@_typing.final
+class DeviceBlock(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    address: _builtins.int
+    """in the rank's process"""
+    bytes: _builtins.int
+    device: _builtins.int
+    """as the process numbers them"""
+    def __init__(
+        self,
+        *,
+        address: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        device: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bytes", b"bytes", "device", b"device"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceBlock: _TypeAlias = DeviceBlock  # noqa: Y015
+
+@_typing.final
+class AllocateDeviceMemoryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    move: _builtins.str
+    pid: _builtins.int
+    """in the rank's own pid namespace"""
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceBlock]:
+        """in the order of the stripes"""
+
+    def __init__(
+        self,
+        *,
+        move: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        blocks: _abc.Iterable[Global___DeviceBlock] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "move", b"move", "pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AllocateDeviceMemoryRequest: _TypeAlias = AllocateDeviceMemoryRequest  # noqa: Y015
+
+@_typing.final
+class AllocateDeviceMemoryReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AllocateDeviceMemoryReply: _TypeAlias = AllocateDeviceMemoryReply  # noqa: Y015
 
 @_typing.final
 class ImageFile(_message.Message):

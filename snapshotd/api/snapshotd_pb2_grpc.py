@@ -1306,6 +1306,11 @@ class TargetStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenDeviceChannelRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenDeviceChannelReply.FromString,
                 _registered_method=True)
+        self.AllocateDeviceMemory = channel.unary_unary(
+                '/snapshotd.v1.Target/AllocateDeviceMemory',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.AllocateDeviceMemoryRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.AllocateDeviceMemoryReply.FromString,
+                _registered_method=True)
         self.Seal = channel.unary_unary(
                 '/snapshotd.v1.Target/Seal',
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SealRequest.SerializeToString,
@@ -1364,6 +1369,13 @@ class TargetServicer:
         raise NotImplementedError('Method not implemented!')
 
     def OpenDeviceChannel(self, request, context):
+        """node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AllocateDeviceMemory(self, request, context):
         """node
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -1434,6 +1446,11 @@ def add_TargetServicer_to_server(servicer, server):
                     servicer.OpenDeviceChannel,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenDeviceChannelRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenDeviceChannelReply.SerializeToString,
+            ),
+            'AllocateDeviceMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.AllocateDeviceMemory,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.AllocateDeviceMemoryRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.AllocateDeviceMemoryReply.SerializeToString,
             ),
             'Seal': grpc.unary_unary_rpc_method_handler(
                     servicer.Seal,
@@ -1574,6 +1591,33 @@ class Target:
             '/snapshotd.v1.Target/OpenDeviceChannel',
             snapshotd_dot_api_dot_snapshotd__pb2.OpenDeviceChannelRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.OpenDeviceChannelReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AllocateDeviceMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Target/AllocateDeviceMemory',
+            snapshotd_dot_api_dot_snapshotd__pb2.AllocateDeviceMemoryRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.AllocateDeviceMemoryReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -402,6 +402,8 @@ class TargetStub:
     """
     OpenDeviceChannel: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenDeviceChannelRequest, _snapshotd_pb2.OpenDeviceChannelReply]
     """node"""
+    AllocateDeviceMemory: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.AllocateDeviceMemoryRequest, _snapshotd_pb2.AllocateDeviceMemoryReply]
+    """node"""
     Seal: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.SealRequest, _snapshotd_pb2.SealReply]
     """node"""
     Restore: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.RestoreReply]
@@ -427,6 +429,8 @@ class TargetAsyncStub(TargetStub):
     node
     """
     OpenDeviceChannel: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenDeviceChannelRequest, _snapshotd_pb2.OpenDeviceChannelReply]  # type: ignore[assignment]
+    """node"""
+    AllocateDeviceMemory: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.AllocateDeviceMemoryRequest, _snapshotd_pb2.AllocateDeviceMemoryReply]  # type: ignore[assignment]
     """node"""
     Seal: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.SealRequest, _snapshotd_pb2.SealReply]  # type: ignore[assignment]
     """node"""
@@ -474,6 +478,14 @@ class TargetServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshotd_pb2.OpenDeviceChannelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.OpenDeviceChannelReply, _abc.Awaitable[_snapshotd_pb2.OpenDeviceChannelReply]]:
+        """node"""
+
+    @_abc_1.abstractmethod
+    def AllocateDeviceMemory(
+        self,
+        request: _snapshotd_pb2.AllocateDeviceMemoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.AllocateDeviceMemoryReply, _abc.Awaitable[_snapshotd_pb2.AllocateDeviceMemoryReply]]:
         """node"""
 
     @_abc_1.abstractmethod

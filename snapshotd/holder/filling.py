@@ -20,8 +20,9 @@ from snapshotd.transport.device.child import Child
 log = logging.getLogger(__name__)
 
 _FILLER = "snapshotd.holder.filler"
-#: What stays of each file behind what was filled: the sender may refer to equal bytes that far back.
-BEHIND_BYTES = 128 << 20
+#: How far back a sender may refer to equal bytes, and what stays of each file behind what was filled.
+TWINS_BYTES = 16 << 20
+BEHIND_BYTES = 2 * TWINS_BYTES
 #: How often what has arrived is passed on.
 _RELAY_S = 0.005
 #: Of one message.
@@ -46,6 +47,7 @@ class Filling:
         self._child: Child | None = None
         self._task: asyncio.Task[int] | None = None
         self._allocated = asyncio.Event()
+        self._tell: Callable[[Sequence[int]], None] = lambda sizes: None
         self.filled = [0] * len(self._names)
 
     async def start(self) -> None:
@@ -62,9 +64,15 @@ class Filling:
         self._child = await Child.start(_FILLER, settings, library_dir=self._library_dir)
         await self._child.ready(READY_S)
 
-    def begin(self, blocks: Sequence[HeldBlock], arrived: Callable[[str], int]) -> asyncio.Task[int]:
+    def begin(
+        self,
+        blocks: Sequence[HeldBlock],
+        arrived: Callable[[str], int],
+        filled: Callable[[Sequence[int]], None] = lambda sizes: None,
+    ) -> asyncio.Task[int]:
         """Creates this memory and fills it. `arrived`: how much of a stripe is verified and in its file. The task ends with
-        the bytes when all of it is filled; the holder keeps it under the key."""
+        the bytes when all of it is filled; the holder keeps it under the key. `filled` is told how much that is so far."""
+        self._tell = filled
         self._task = asyncio.create_task(self._carry(list(blocks), arrived), name=f"fill {self._key}")
         return self._task
 
@@ -121,6 +129,7 @@ class Filling:
                     self._allocated.set()
                     continue
                 self.filled = [max(pair) for pair in zip(self.filled, message["filled"], strict=True)]
+                self._tell(self.filled)
                 if "last" in message:
                     ended.add(int(message["last"]))
         finally:

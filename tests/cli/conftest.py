@@ -255,6 +255,12 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         self._hear("OpenDeviceChannel", request, context)
         return pb.OpenDeviceChannelReply()
 
+    def AllocateDeviceMemory(
+        self, request: pb.AllocateDeviceMemoryRequest, context: grpc.ServicerContext
+    ) -> pb.AllocateDeviceMemoryReply:
+        self._hear("AllocateDeviceMemory", request, context)
+        return pb.AllocateDeviceMemoryReply()
+
     def Seal(self, request: pb.SealRequest, context: grpc.ServicerContext) -> pb.SealReply:
         self._hear("Seal", request, context)
         return pb.SealReply()

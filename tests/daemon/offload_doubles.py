@@ -198,7 +198,7 @@ class Source:
 
         yield SimpleNamespace(target=SimpleNamespace(OpenDeviceChannel=open_device_channel))
 
-    async def _outgoing(self, *arguments: Any, encrypted: bool) -> Channel:
+    async def _outgoing(self, *arguments: Any, encrypted: bool, window_bytes: int = 0) -> Channel:
         assert encrypted
         self.channel = Channel(arguments[4], arguments[5])
         return self.channel

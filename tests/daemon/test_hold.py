@@ -140,4 +140,4 @@ def test_replacement_that_hangs_is_not_only_logged(source: Source, monkeypatch: 
     """The job's threads must not be released as if nothing were under way."""
     monkeypatch.setattr(holding, "find", lambda process: InProcess(10))
     with pytest.raises(Timeout, match="did not return"):
-        hold.own(striped(source), 1.0)
+        hold.own(next(iter(source.memories)), 1, 1 << 20, 1.0)

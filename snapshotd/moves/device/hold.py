@@ -72,6 +72,11 @@ class Hold:
         self._blocks += blocks
 
     @property
+    def blocks(self) -> Sequence[HeldBlock]:
+        """What was handed over, in the order of the stripes."""
+        return self._blocks
+
+    @property
     def sizes(self) -> list[int]:
         """Of its stripes."""
         return stripe_sizes(self._blocks, len(self._names), self._slot_bytes)
@@ -88,14 +93,19 @@ class Hold:
 
 def take_back(holder: Holder, move: str, one: StripedProcess, timeout_s: float) -> int:
     """Undo: gives a process its memory back; the bytes. Blocking. Raises GpuFailed or Timeout (retry later), and Lost."""
-    key, process = key_of(move, one.process), one.process
+    return give(holder, key_of(move, one.process), one.process, len(one.stripes), one.slot_bytes, timeout_s)
+
+
+def give(holder: Holder, key: str, process: Process, stripes: int, slot_bytes: int, timeout_s: float) -> int:
+    """Gives a process whose memory is offloaded what is kept under the key; the bytes. The numbers are those with which it
+    was offloaded. Blocking. Raises as `take_back`."""
     kept_bytes = holder.kept().get(key)
     if kept_bytes is None:
         raise Lost(f"the device memory of process {process.pid} is gone: the process that kept it has ended")
     found = holding.find(process)
     if found is None:
         raise RankGone(f"process {process.pid} has ended", where=Where.ENDED)
-    wanted_bytes = found.ready(len(one.stripes), one.slot_bytes)
+    wanted_bytes = found.ready(stripes, slot_bytes)
     if kept_bytes != wanted_bytes:
         found.close()
         raise Lost(
@@ -107,15 +117,15 @@ def take_back(holder: Holder, move: str, one: StripedProcess, timeout_s: float) 
     return size
 
 
-def own(one: StripedProcess, timeout_s: float) -> None:
+def own(process: Process, stripes: int, slot_bytes: int, timeout_s: float) -> None:
     """Makes memory that was taken back the process's own, because the driver can neither export imported memory nor restore a
     process that has some. Blocking. Idempotent. Raises Timeout. Any other failure is only logged: the rank continues, and
     cannot move again."""
-    found = holding.find(one.process)
+    found = holding.find(process)
     if found is None or not found.has_imported():
         return
     try:
-        found.ready(len(one.stripes), one.slot_bytes)
+        found.ready(stripes, slot_bytes)
         found.own(timeout_s)
     except Timeout:  # a call into CUDA has not returned: the job may run only if the process itself agrees
         raise
@@ -123,7 +133,7 @@ def own(one: StripedProcess, timeout_s: float) -> None:
         log.warning(
             "process %d: its device memory was handed back, but cannot be made its own: %s. The rank continues, and cannot"
             " move again (gpu-ipc) until it has freed that memory",
-            *(one.pid, error.message),
+            *(process.pid, error.message),
         )
 
 

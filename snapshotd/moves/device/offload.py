@@ -101,6 +101,7 @@ class Offload:
                 self._reserve, sum(hold.window_bytes(len(one.names), one.slot_bytes) for one in self.striped)
             )
             await in_thread(stripe_files.make_folder, self.node.config.image_dir, self.log.move)
+            self.channel.hold(self.striped[0].slot_bytes, self._gpus[0])
             await self.channel.open(self._expected_bytes)
             if not self.channel.works:
                 raise Unreachable("there is no device-memory channel")
@@ -123,6 +124,7 @@ class Offload:
                     await all_at_once(Striped.drop, [one])
                 one.hold = None
             await self.channel.close()
+            self.channel.hold(0, "")
             await in_thread(self.node.room.give_up, self._purpose)
             self._unallocated_bytes = 0
             return False
@@ -260,6 +262,9 @@ class Offload:
                 one.sizes = one.hold.sizes if one.hold is not None else list(await in_thread(one.memory.done))
                 if one.hold is not None:
                     self._copies.append(one.hold.begin(self.channel))
+                    if self.channel.fills:
+                        telling = self.channel.allocate(one.inner_pid, one.hold.blocks)
+                        self._copies.append(asyncio.create_task(telling, name=f"describe memory of {self.log.move}"))
                 else:
                     self.channel.advance(one.names, one.sizes)
         parts.add("offload", host.boottime_s() - began, sum(one.bytes for one in wanted))

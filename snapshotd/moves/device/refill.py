@@ -22,6 +22,7 @@ from snapshotd.holder.client import Holder
 from snapshotd.inprocess import devmem
 from snapshotd.inprocess.devmem import DeviceMemory
 from snapshotd.moves.device import hold, stripe_files
+from snapshotd.moves.device.fills import Fills
 from snapshotd.moves.device.memory import Lost, copy_s
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog
@@ -63,12 +64,12 @@ async def on_source(image_dir: Path, move_log: MoveLog, holder: Holder) -> None:
         if not memory.offloaded():
             _drop(memory)
             if one.held:
-                hold.own(one, limit_s)
+                hold.own(process, len(one.stripes), one.slot_bytes, limit_s)
             return
         if one.held:
             size = hold.take_back(holder, move_log.move, one, limit_s)
             log.info("process %d: %d bytes of device memory were handed back", process.pid, size)
-            hold.own(one, limit_s)
+            hold.own(process, len(one.stripes), one.slot_bytes, limit_s)
             return
         try:
             with stripe_files.opened(folder, one.stripes, os.O_RDONLY) as fds:
@@ -96,9 +97,11 @@ async def on_target(
     folder: Path,
     incoming: Incoming | None,
     parts: Parts,
+    fills: Fills | None = None,
 ) -> None:
     """Refills the restored processes, by their inner pid, from the stripes in `folder`; `incoming` receives these, unless
-    they came with the image. `device`: as the source described it."""
+    they came with the image. `device`: as the source described it. `fills`: they go to memory on the GPU as they arrive, and
+    the processes get that memory."""
     if device:
         began = host.boottime_s()
         wanted_bytes = sum(one.total_bytes for one in device)
@@ -106,18 +109,13 @@ async def on_target(
         memories = await in_thread(_memories, processes, device)
         if incoming is not None and incoming.failed is not None:
             raise incoming.failed
-        given_up = threading.Event()
-        filling = asyncio.ensure_future(_fill_all(memories, device, folder, limit_s, given_up))
-        try:
-            sizes = await _arrived(incoming, filling, limit_s) if incoming is not None else _sizes(folder, device)
-            filled_bytes = await filling
-        except BaseException:
-            given_up.set()
-            await _cancel(filling, memories)
-            raise
-        _must_match(device, sizes, filled_bytes)
-        parts.add("refill", host.boottime_s() - began, filled_bytes)
-        await reach(Point.REFILLED)
+        if incoming is not None and fills is not None:
+            sizes = await incoming.wait(limit_s)
+            _must_match(device, sizes, await fills.give(processes, device, limit_s))
+            parts.add("refill", host.boottime_s() - began, wanted_bytes)
+            await reach(Point.REFILLED)
+        else:
+            await _from_files(memories, device, folder, incoming, limit_s, parts)
     for process in processes.values():
         if await in_thread(devmem.is_out, process):
             raise GpuFailed(
@@ -125,6 +123,29 @@ async def on_target(
                 remedy="the job continues on its source",
                 where=Where.SOURCE_FROZEN,
             )
+
+
+async def _from_files(
+    memories: Sequence[DeviceMemory],
+    device: Sequence[OffloadedMemory],
+    folder: Path,
+    incoming: Incoming | None,
+    limit_s: float,
+    parts: Parts,
+) -> None:
+    began = host.boottime_s()
+    given_up = threading.Event()
+    filling = asyncio.ensure_future(_fill_all(memories, device, folder, limit_s, given_up))
+    try:
+        sizes = await _arrived(incoming, filling, limit_s) if incoming is not None else _sizes(folder, device)
+        filled_bytes = await filling
+    except BaseException:
+        given_up.set()
+        await _cancel(filling, memories)
+        raise
+    _must_match(device, sizes, filled_bytes)
+    parts.add("refill", host.boottime_s() - began, filled_bytes)
+    await reach(Point.REFILLED)
 
 
 def must_be_here(folder: Path, device: Sequence[OffloadedMemory]) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import UnknownMethod
 from snapshotd.api.errors import Internal, SnapshotError, Timeout, Unreachable
+from snapshotd.holder.filling import TWINS_BYTES
+from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
@@ -39,6 +41,13 @@ class SourceChannel:
         self.folder = stripe_files.folder_of(node.config.image_dir, move_log.move)
         self.outgoing: Outgoing | None = None
         self._advanced = dict.fromkeys(self.names, 0)
+        self._held: tuple[int, str] = 0, ""
+        #: The target fills memory on its GPU while stripes arrive, once it knows the blocks.
+        self.fills = False
+
+    def hold(self, slot_bytes: int, gpu: str) -> None:
+        """Before `open`: the memory of this GPU stays there until it is sent, and the files are windows."""
+        self._held = slot_bytes, gpu
 
     @property
     def works(self) -> bool:
@@ -57,6 +66,8 @@ class SourceChannel:
             expected_bytes=expected_bytes,
             plain=config.device_channel == "plain",
             sealed=True,
+            slot_bytes=self._held[0],
+            gpu=self._held[1],
         )
         try:
             async with self.node.client(begin.target_node, begin.target_endpoint) as client:
@@ -76,7 +87,9 @@ class SourceChannel:
                 self.folder,
                 self.names,
                 encrypted=not opened.plain,
+                window_bytes=TWINS_BYTES if self._held[0] else 0,
             )
+            self.fills = opened.fills
         except UnknownMethod:
             raise
         except (Unreachable, Internal, Timeout) as error:
@@ -92,6 +105,14 @@ class SourceChannel:
         await self.close()
         with contextlib.suppress(SnapshotError):  # then it follows the image
             await self.open(expected_bytes)
+
+    async def allocate(self, pid: int, blocks: Sequence[HeldBlock]) -> None:
+        """Tells a target that fills what to create. Raises a SnapshotError."""
+        begin = self.log.begin
+        listed = [pb.DeviceBlock(address=one.address, bytes=one.bytes, device=one.device) for one in blocks]
+        request = pb.AllocateDeviceMemoryRequest(move=begin.move, pid=pid, blocks=listed)
+        async with self.node.client(begin.target_node, begin.target_endpoint) as client:
+            await client.target.AllocateDeviceMemory(request, timeout_s=OPEN_S)
 
     def advance(self, names: Sequence[str], done: Sequence[int]) -> None:
         """So many bytes of these stripes were copied and can be sent."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import SnapshotError, Usage
+from snapshotd.moves.device.fills import Fills
 from snapshotd.moves.device.stripe_files import NAME
 from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.stripe_names import MAX_STRIPES
@@ -18,11 +19,21 @@ class DeviceChannels:
     def __init__(self, hosts: Sequence[str], credentials: Credentials, data_addresses: Sequence[str] = ()) -> None:
         self._hosts, self._credentials, self._data_addresses = hosts, credentials, data_addresses
         self._open: dict[str, Incoming] = {}
+        self._fills: dict[str, Fills] = {}
 
     async def open(
-        self, move: str, folder: Path, names: Sequence[str], source_node: str, *, plain: bool, expected_bytes: int
+        self,
+        move: str,
+        folder: Path,
+        names: Sequence[str],
+        source_node: str,
+        *,
+        plain: bool,
+        expected_bytes: int,
+        ahead_bytes: int = 0,
     ) -> Incoming:
-        """Opens a channel into `folder`, that of the move. Replaces an earlier one, whose answer was lost."""
+        """Opens a channel into `folder`, that of the move. Replaces an earlier one, whose answer was lost. `ahead_bytes`: its
+        files are windows."""
         if not 1 <= len(names) <= MAX_STRIPES or len(set(names)) != len(names):
             raise Usage(f"{len(names)} stripes: 1 to {MAX_STRIPES} are possible, each with its own name")
         for name in names:
@@ -40,8 +51,17 @@ class DeviceChannels:
             encrypted=not plain,
             expected_bytes=expected_bytes,
             data_addresses=self._data_addresses,
+            ahead_bytes=ahead_bytes,
         )
         return incoming
+
+    async def fill(self, move: str, fills: Fills) -> None:
+        """Fills memory on the GPU from the channel's files."""
+        self._fills[move] = fills
+        await fills.start()
+
+    def fills(self, move: str) -> Fills | None:
+        return self._fills.get(move)
 
     def find(self, move: str) -> Incoming | None:
         return self._open.get(move)
@@ -54,9 +74,11 @@ class DeviceChannels:
 
     async def close(self, move: str) -> None:
         """Stops receiving; the files stay. Idempotent."""
-        incoming = self._open.pop(move, None)
+        fills, incoming = self._fills.pop(move, None), self._open.pop(move, None)
         if incoming is not None:
             await incoming.close()
+        if fills is not None:
+            await fills.close()
 
     async def close_all(self) -> None:
         for move in list(self._open):

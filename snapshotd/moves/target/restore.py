@@ -27,6 +27,7 @@ from snapshotd.moves.carry import Made
 from snapshotd.moves.closed_manifest import Placed
 from snapshotd.moves.description import ImageDescription
 from snapshotd.moves.device import memory, refill
+from snapshotd.moves.device.fills import Fills
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
@@ -60,9 +61,9 @@ class Restore:
         self.node, self.log = node, move_log
         self.link: asyncio.Future[KeeperLink] = asyncio.get_running_loop().create_future()
 
-    async def run(self, parts: Parts, incoming: Incoming | None = None) -> Fields:
+    async def run(self, parts: Parts, incoming: Incoming | None = None, fills: Fills | None = None) -> Fields:
         """Restores; returns what is journalled about the held copy. `parts` collects timings, `incoming` receives offloaded
-        device memory."""
+        device memory, which `fills` puts onto the GPU."""
         folder = self.node.store.path(self.log.move)
         image = await _read_description(folder)
         _same_rank(self.log, image)
@@ -74,14 +75,20 @@ class Restore:
             await self._place_and_mend(folder, image)
         placing = asyncio.create_task(in_thread(self._place_closed, folder, image))  # criu needs none of these files
         try:
-            held = await self._restore(folder, image, described, parts, incoming)
+            held = await self._restore(folder, image, described, parts, incoming, fills)
             await placing
         finally:
             await asyncio.gather(placing, return_exceptions=True)
         return held
 
     async def _restore(
-        self, folder: Path, image: ImageDescription, described: TreeFacts, parts: Parts, incoming: Incoming | None
+        self,
+        folder: Path,
+        image: ImageDescription,
+        described: TreeFacts,
+        parts: Parts,
+        incoming: Incoming | None,
+        fills: Fills | None,
     ) -> Fields:
         begin = self.log.begin
         user = next(one.credentials for one in described.processes if one.pid == image.root)
@@ -141,7 +148,7 @@ class Restore:
                 pairs,
                 image.checkpoint_bytes,
                 parts,
-                lambda: refill.on_target(inner, image.offloaded, folder, beside, parts),
+                lambda: refill.on_target(inner, image.offloaded, folder, beside, parts, fills),
             )
         in_nccl = _processes(group.pids(), [pid for pid, _ in image.nccl_instances])
         nccl = [

@@ -14,6 +14,7 @@ from snapshotd.api.addresses import split_address
 from snapshotd.api.errors import Damaged, NotFound, SnapshotError, Where, WrongState
 from snapshotd.keepers.relay import Relays
 from snapshotd.moves import rules
+from snapshotd.moves.device import hold
 from snapshotd.moves.job_rules import Answer
 from snapshotd.moves.jobs import asking
 from snapshotd.moves.journal import MoveLog
@@ -229,13 +230,20 @@ class TargetSettling(Steps):
 
     async def _forget_images(self, move: str) -> None:
         await self.device_channels.close(move)  # not earlier: it confirms to the source that all has arrived
+        await self._forget_held(move)
         self.node.store.drop_soon(move)  # not now: the rank's peers wait for this answer
+
+    async def _forget_held(self, move: str) -> None:
+        """Memory that was created on the GPU before a restart of this daemon."""
+        with contextlib.suppress(SnapshotError):
+            await in_thread(hold.let_go, self.node.holder, move)
 
     async def _discard(self, moving: Moving) -> None:
         """ABORT stands, or the copy never ran: removes all of it."""
         await reach(Point.BEFORE_DISCARD)
         await in_thread(self.bulk_receivers.close, moving.log.move)
         await self.device_channels.close(moving.log.move)
+        await self._forget_held(moving.log.move)
         await Restore.sweep(self.node, moving.log)
         await in_thread(moving.log.mark, Mark.DISCARDED)
         self.forwarding.hold_again(moving.log.begin.rank_uid)

@@ -39,7 +39,7 @@ from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import CopyState, Mark, Outcome
 from snapshotd.moves.steps import must_be_at, step
-from snapshotd.moves.target import copies, gpus, resumed, short_of_memory
+from snapshotd.moves.target import copies, device_memory, gpus, resumed, short_of_memory
 from snapshotd.moves.target.identity import identity_of
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.settling import TargetSettling, facts_of
@@ -184,16 +184,16 @@ class TargetSteps(TargetSettling):
         """Opens a port for the offloaded device memory of this move, with a key, until the rank runs here or is dropped."""
         self.authorise_source(request.move, caller)
         _must_be_sealed(request.sealed, caller)
-        async with self.working_on(request.move, "prepare", at={Mark.PREPARED}):
-            plain = request.plain and self.node.config.device_channel == "plain"
-            move, names, expected_bytes = request.move, request.names, request.expected_bytes
-            incoming = await self.device_channels.open(
-                *(move, self.node.store.path(move), names, caller), plain=plain, expected_bytes=expected_bytes
-            )
-            await in_thread(self.node.store.set_aside, move, names, expected_bytes)
-        return pb.OpenDeviceChannelReply(
-            port=incoming.port, key=incoming.key, plain=plain, sealed=True, endpoints=incoming.endpoints
-        )
+        async with self.working_on(request.move, "prepare", at={Mark.PREPARED}) as moving:
+            return await device_memory.open_channel(self.node, self.device_channels, moving.log, request, caller)
+
+    @step
+    async def allocate_device_memory(
+        self, request: pb.AllocateDeviceMemoryRequest, caller: str
+    ) -> pb.AllocateDeviceMemoryReply:
+        """The source has handed over the memory of a process: creates the same here, to be filled as it arrives."""
+        self.authorise_source(request.move, caller)
+        return device_memory.allocate(self.device_channels, request)
 
     @step
     async def seal(self, request: pb.SealRequest, caller: str) -> pb.SealReply:
@@ -241,7 +241,8 @@ class TargetSteps(TargetSettling):
         await in_thread(moving.log.mark, Mark.RESTORING)
         await self.forwarding.make_room(moving.log.begin.rank_uid)
         restore = self.restores[move] = Restore(self.node, moving.log)
-        moving.restoring = asyncio.create_task(restore.run(parts, self.device_channels.find(move)))
+        incoming, fills = self.device_channels.find(move), self.device_channels.fills(move)
+        moving.restoring = asyncio.create_task(restore.run(parts, incoming, fills))
         try:
             held = await short_of_memory.unless(moving)
         except BaseException as error:

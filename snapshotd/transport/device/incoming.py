@@ -87,10 +87,12 @@ class Incoming:
         encrypted: bool,
         expected_bytes: int = 0,
         data_addresses: Sequence[str] = (),
+        ahead_bytes: int = 0,
     ) -> Incoming:
         """Listens as MoveListener describes; starts one child per name; creates empty files.
 
-        `expected_bytes`: the size of all stripes together, a hint for memory to reserve; Full if less is free."""
+        `expected_bytes`: the size of all stripes together, a hint for memory to reserve; Full if less is free.
+        `ahead_bytes`: receives so much more of a stripe than `consumed` allows; 0: all of it."""
         checked(names)
         await in_thread(_check_room, folder, expected_bytes)
         loop = asyncio.get_running_loop()
@@ -99,7 +101,11 @@ class Incoming:
         )
         try:
             for stripe in incoming._stripes:
-                settings = {"path": str(folder / stripe.name), "expected_bytes": expected_bytes // len(names)}
+                settings = {
+                    "path": str(folder / stripe.name),
+                    "expected_bytes": 0 if ahead_bytes else expected_bytes // len(names),
+                    "ahead_bytes": ahead_bytes,
+                }
                 stripe.child = await Child.start(_RECEIVE, settings)
             for stripe in incoming._stripes:
                 assert stripe.child is not None
@@ -117,6 +123,16 @@ class Incoming:
     def received_bytes(self) -> int:
         """Bytes that are verified and stored."""
         return sum(stripe.at for stripe in self._stripes)
+
+    def position(self, name: str) -> int:
+        """Bytes of a stripe that are verified and stored, as far as is known."""
+        return next(stripe.at for stripe in self._stripes if stripe.name == name)
+
+    def consumed(self, name: str, size: int) -> None:
+        """The first `size` bytes of the file are not needed any more: see `ahead_bytes`."""
+        child = next(stripe.child for stripe in self._stripes if stripe.name == name)
+        if child is not None:
+            child.say({"consumed": size})
 
     async def wait(self, timeout_s: float) -> Mapping[str, int]:
         """The final sizes. Raises Unreachable (a connection broke and was not replaced in LOST_S), Damaged, Full, Timeout."""

@@ -109,15 +109,19 @@ class Outgoing:
         names: Sequence[str],
         *,
         encrypted: bool,
+        window_bytes: int = 0,
     ) -> Outgoing:
-        """Starts a child per name and connects it to the target `node`. The files need not exist yet. Unreachable, Denied."""
+        """Starts a child per name and connects it to the target `node`. The files need not exist yet. Unreachable, Denied.
+
+        `window_bytes`: how far back the target's files reach at least; 0: all of them stays."""
         if len(key) != KEY_BYTES:  # anybody holds an empty key
             raise Internal(f"node {node} sent a key of {len(key)} bytes for its device-memory channel, not {KEY_BYTES}")
         context = await in_thread(handshake.tls_context, credentials, server_side=False)
         outgoing = cls(routes, key, node, credentials, context, names, encrypted=encrypted)
         try:
             for stripe in outgoing._stripes.values():
-                stripe.child = await Child.start(_SEND, {"path": str(folder / stripe.name)}, [stripe.grown])
+                settings = {"path": str(folder / stripe.name), "window_bytes": window_bytes}
+                stripe.child = await Child.start(_SEND, settings, [stripe.grown])
             for stripe in outgoing._stripes.values():
                 task = asyncio.create_task(outgoing._carry(stripe), name=f"stripe {stripe.name}")
                 task.add_done_callback(outgoing._note_failure)

@@ -49,8 +49,11 @@ _AHEAD_BYTES = 1 << 30
 
 
 class Receiver:
-    def __init__(self, control: Control, path: str, room: OwnRoom) -> None:
-        self._control, self._path, self._room = control, Path(path), room
+    def __init__(self, control: Control, path: str, room: OwnRoom, ahead_bytes: int = 0) -> None:
+        """`ahead_bytes`: the file is a window, which another process empties from its beginning; 0: all of it stays."""
+        self._control, self._path, self._room, self._ahead_bytes = control, Path(path), room, ahead_bytes
+        self._consumed = 0
+        self._emptied = threading.Condition()
         self._have = self._reported = self._looked = 0
         self._done = self._reported_done = self._over = False
         self._buffer = Buffer()
@@ -85,6 +88,9 @@ class Receiver:
         with contextlib.suppress(Ended):
             while True:
                 message, fds = self._control.hear()
+                with self._emptied:
+                    self._consumed = max(self._consumed, int(message.get("consumed", 0)))
+                    self._emptied.notify_all()
                 for fd in fds:
                     connection = taken_over(fd, message)
                     with self._lock:
@@ -158,6 +164,7 @@ class Receiver:
 
     def _store(self, record: Record, *, verified: bool) -> None:
         data = self._buffer.payload[: record.length]
+        self._await_window()
         try:
             if record.kind is Kind.SAME:
                 os.preadv(self._file, [data], record.twin)
@@ -175,6 +182,14 @@ class Receiver:
         if self._have - self._reported >= _PROGRESS_BYTES:
             self._reported = self._have
             self._control.mention(at=self._have)
+
+    def _await_window(self) -> None:
+        """Waits until the file has room, after it was said how much is in it."""
+        if self._ahead_bytes and self._have - self._consumed > self._ahead_bytes:
+            self._reported = self._have
+            self._control.say(at=self._have)
+            with self._emptied:
+                self._emptied.wait_for(lambda: self._have - self._consumed <= self._ahead_bytes)
 
     def _check_size(self) -> None:
         found = os.fstat(self._file).st_size
@@ -211,6 +226,8 @@ class Receiver:
                 self._done = True  # nothing more is reserved
             self._check_size()
             os.ftruncate(self._file, self._have)  # releases what is still reserved
+            if self._ahead_bytes:
+                return  # a daemon that restarts must not take the rest of a window for the stripe
             fresh = self._path.with_name(self._path.name + ".fresh")
             fresh.write_text(json.dumps({"size": self._have}))
             fresh.rename(self._done_path)
@@ -249,7 +266,7 @@ _fallocate.restype = ctypes.c_int
 def receive(control: Control, settings: dict[str, Any], _fds: list[int]) -> None:
     room = OwnRoom()
     restrict(settings["path"])
-    receiver = Receiver(control, settings["path"], room)
+    receiver = Receiver(control, settings["path"], room, int(settings.get("ahead_bytes", 0)))
     control.say(ready=True)
     receiver.run(int(settings["expected_bytes"]))
 

@@ -30,8 +30,9 @@ _PROGRESS_BYTES = 32 << 20
 
 
 class Sender:
-    def __init__(self, control: Control, path: str, grown: int) -> None:
-        self._control, self._path, self._grown = control, path, grown
+    def __init__(self, control: Control, path: str, grown: int, window_bytes: int = 0) -> None:
+        """`window_bytes`: how far back the target's file reaches at least; 0: all of it stays."""
+        self._control, self._path, self._grown, self._window_bytes = control, path, grown, window_bytes
         self._file = -1
         self._available = 0
         self._final: int | None = None
@@ -169,7 +170,9 @@ class Sender:
         if length != RECORD_BYTES:
             return Record(Kind.DATA, length, self._offset, 0, digest)
         twin = self._twins.get(digest)
-        if twin is not None:
+        if twin is not None and self._window_bytes and self._offset - twin > self._window_bytes:
+            self._twins[digest] = self._offset  # the target may have removed the other one
+        elif twin is not None:
             self._read(self._other, twin, length)  # equal digests prove nothing
             if self._buffer.equals(self._other, length):
                 return Record(Kind.SAME, length, self._offset, twin, digest)
@@ -190,7 +193,7 @@ class Sender:
 
 def send(control: Control, settings: dict[str, Any], fds: list[int]) -> None:
     restrict(settings["path"])
-    sender = Sender(control, settings["path"], fds[0])
+    sender = Sender(control, settings["path"], fds[0], int(settings.get("window_bytes", 0)))
     control.say(ready=True)
     sender.run()
 

@@ -89,7 +89,12 @@ class Nodes:
 
     @asynccontextmanager
     async def incoming(
-        self, names: Sequence[str], *, expected_bytes: int = 0, data_addresses: Sequence[str] = ()
+        self,
+        names: Sequence[str],
+        *,
+        expected_bytes: int = 0,
+        data_addresses: Sequence[str] = (),
+        ahead_bytes: int = 0,
     ) -> AsyncIterator[Incoming]:
         opened = await Incoming.open(
             self.there,
@@ -100,6 +105,7 @@ class Nodes:
             encrypted=self.encrypted,
             expected_bytes=expected_bytes,
             data_addresses=data_addresses,
+            ahead_bytes=ahead_bytes,
         )
         try:
             yield opened

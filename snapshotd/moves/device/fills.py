@@ -1,0 +1,125 @@
+"""The memory that the target of a move creates on its GPU, fills while stripes arrive, and gives to the restored processes.
+
+So the target needs host memory for a window only, and nothing is copied to the GPU after the restore.
+
+Invariant: a process gets memory only when all its bytes have arrived, verified, and are in it. Nothing of it outlives the
+move, except in the process that got it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from snapshotd.api.errors import GpuFailed, SnapshotError, Where, WrongState
+from snapshotd.holder import filling
+from snapshotd.holder.filling import Filling
+from snapshotd.inprocess.holding import HeldBlock
+from snapshotd.moves.device import hold
+from snapshotd.moves.device.memory import Lost
+from snapshotd.moves.node import Node
+from snapshotd.moves.record_parts import OffloadedMemory
+from snapshotd.proc.tree import Process
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport.device.incoming import Incoming
+
+log = logging.getLogger(__name__)
+
+#: How much of a stripe may be in its file before it is on the GPU. More than a receiver reports at a time.
+AHEAD_BYTES = 64 << 20
+
+
+def window_bytes(stripes: int) -> int:
+    """The host memory that the stripes' files need."""
+    return stripes * (AHEAD_BYTES + filling.BEHIND_BYTES)
+
+
+def _pid_of(name: str) -> int:
+    """The process whose stripe it is: device-PID-NUMBER."""
+    return int(name.split("-")[1])
+
+
+class Fills:
+    """All processes of one move. Used on the loop that made it."""
+
+    def __init__(
+        self, node: Node, move: str, gpu: str, folder: Path, names: Sequence[str], slot_bytes: int, incoming: Incoming
+    ) -> None:
+        self._holder, self._move, self._incoming = node.holder, move, incoming
+        self._names: dict[int, list[str]] = {}
+        for name in names:
+            self._names.setdefault(_pid_of(name), []).append(name)
+        library = node.config.gpu_library_dir
+        self._fillings = {
+            pid: Filling(gpu, folder, own, slot_bytes, node.holder.path, library, self._key(pid))
+            for pid, own in self._names.items()
+        }
+        self._tasks: dict[int, asyncio.Task[int]] = {}
+
+    def _key(self, pid: int) -> str:
+        return f"{self._move}/to-{pid}"
+
+    async def start(self) -> None:
+        """Attaches to the GPU, which takes seconds; the job runs. Raises a SnapshotError."""
+        await in_thread(self._holder.start)
+        started = (one.start() for one in self._fillings.values())
+        for failed in await asyncio.gather(*started, return_exceptions=True):
+            if isinstance(failed, BaseException):
+                raise failed
+
+    def allocate(self, pid: int, blocks: Sequence[HeldBlock]) -> None:
+        """The memory of a process has left its source: creates it here, and fills it. Idempotent. A failure ends the
+        channel, so that the source learns of it."""
+        one = self._fillings.get(pid)
+        if one is None:
+            raise WrongState(f"no stripes of process {pid} were announced", where=Where.SOURCE_FROZEN)
+        if pid in self._tasks:
+            return
+
+        def ended(task: asyncio.Task[int]) -> None:
+            if not task.cancelled() and isinstance(error := task.exception(), SnapshotError):
+                self._incoming.fail(error)
+
+        names = self._names[pid]
+
+        def filled(sizes: Sequence[int]) -> None:
+            for name, size in zip(names, sizes, strict=True):
+                self._incoming.consumed(name, size)
+
+        task = self._tasks[pid] = one.begin(blocks, self._incoming.position, filled)
+        task.add_done_callback(ended)
+
+    async def give(self, processes: Mapping[int, Process], device: Sequence[OffloadedMemory], limit_s: float) -> int:
+        """All stripes have arrived: waits until they are on the GPU, and gives the memory to the restored processes, which
+        make it their own. Returns the bytes."""
+        total = 0
+        for one in device:
+            task = self._tasks.get(one.pid)
+            if task is None:
+                raise GpuFailed(
+                    f"the source did not describe the memory of process {one.pid}", where=Where.SOURCE_FROZEN
+                )
+            try:
+                async with asyncio.timeout(limit_s):
+                    total += await asyncio.shield(task)
+            except TimeoutError as error:
+                raise GpuFailed(f"process {one.pid} was not filled in {limit_s:.0f} s") from error
+            await self._fillings[one.pid].close()  # it has the memory mapped as well
+            await in_thread(self._give, processes[one.pid], one, limit_s)
+        return total
+
+    def _give(self, process: Process, one: OffloadedMemory, limit_s: float) -> None:
+        key, stripes = self._key(one.pid), len(one.stripes)
+        try:
+            size = hold.give(self._holder, key, process, stripes, one.slot_bytes, limit_s)
+        except Lost as lost:
+            raise GpuFailed(str(lost), where=Where.SOURCE_FROZEN) from lost
+        log.info("process %d got %d bytes of device memory that were filled while they arrived", process.pid, size)
+        hold.own(process, stripes, one.slot_bytes, limit_s)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await asyncio.gather(*(one.close() for one in self._fillings.values()), return_exceptions=True)
+        await in_thread(self._holder.drop, [self._key(pid) for pid in self._names])

@@ -1,0 +1,51 @@
+"""The device memory of a rank that comes: into stripe files, or, where both nodes hold memory, onto the GPU as it arrives."""
+
+from __future__ import annotations
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Where, WrongState
+from snapshotd.inprocess.holding import HeldBlock
+from snapshotd.moves.device.fills import AHEAD_BYTES, Fills, window_bytes
+from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.node import Node
+from snapshotd.moves.target.device_channels import DeviceChannels
+from snapshotd.runtime.blocking import in_thread
+
+
+async def open_channel(
+    node: Node, channels: DeviceChannels, move_log: MoveLog, request: pb.OpenDeviceChannelRequest, caller: str
+) -> pb.OpenDeviceChannelReply:
+    """Opens the channel of a move. The caller holds the move's lock."""
+    plain = request.plain and node.config.device_channel == "plain"
+    gpu = dict(move_log.record.gpu_pairs).get(request.gpu, "") if request.slot_bytes else ""
+    fills = bool(gpu) and node.config.hold_device_memory
+    folder = node.store.path(request.move)
+    incoming = await channels.open(
+        request.move,
+        folder,
+        request.names,
+        caller,
+        plain=plain,
+        expected_bytes=request.expected_bytes,
+        ahead_bytes=AHEAD_BYTES if fills else 0,
+    )
+    size_bytes = int(request.expected_bytes)
+    if fills:
+        await channels.fill(
+            request.move,
+            Fills(node, request.move, gpu, folder, request.names, int(request.slot_bytes), incoming),
+        )
+        size_bytes = min(size_bytes, window_bytes(len(request.names)))
+    await in_thread(node.store.set_aside, request.move, request.names, size_bytes)
+    return pb.OpenDeviceChannelReply(
+        port=incoming.port, key=incoming.key, plain=plain, sealed=True, endpoints=incoming.endpoints, fills=fills
+    )
+
+
+def allocate(channels: DeviceChannels, request: pb.AllocateDeviceMemoryRequest) -> pb.AllocateDeviceMemoryReply:
+    """The source has handed over the memory of a process: creates the same here, to be filled as it arrives."""
+    fills = channels.fills(request.move)
+    if fills is None:
+        raise WrongState("this node fills no device memory for this move", where=Where.SOURCE_FROZEN)
+    fills.allocate(request.pid, [HeldBlock(one.address, one.bytes, one.device) for one in request.blocks])
+    return pb.AllocateDeviceMemoryReply()
