@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from snapshotd.api.errors import GpuFailed, Internal, SnapshotError
+from snapshotd.api.errors import GpuFailed, Internal
 from snapshotd.holder.copying import READY_S, REPLACED, stripe_sizes
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.transport.device.child import Child
@@ -71,7 +71,8 @@ class Filling:
         filled: Callable[[Sequence[int]], None] = lambda sizes: None,
     ) -> asyncio.Task[int]:
         """Creates this memory and fills it. `arrived`: how much of a stripe is verified and in its file. The task ends with
-        the bytes when all of it is filled; the holder keeps it under the key. `filled` is told how much that is so far."""
+        the bytes when all of it is filled; the holder keeps it under the key. `filled` is told how much that is, again
+        and again."""
         self._tell = filled
         self._task = asyncio.create_task(self._carry(list(blocks), arrived), name=f"fill {self._key}")
         return self._task
@@ -129,7 +130,6 @@ class Filling:
                     self._allocated.set()
                     continue
                 self.filled = [max(pair) for pair in zip(self.filled, message["filled"], strict=True)]
-                self._tell(self.filled)
                 if "last" in message:
                     ended.add(int(message["last"]))
         finally:
@@ -142,9 +142,8 @@ class Filling:
     async def _relay(self, child: Child, arrived: Callable[[str], int]) -> None:
         known: list[int] = []
         while True:
+            self._tell(self.filled)
             now = [arrived(name) for name in self._names]
-            if now != known:
+            if now != known and child.mention({"arrived": now}):
                 known = now
-                with contextlib.suppress(SnapshotError):
-                    child.say({"arrived": now})
             await asyncio.sleep(_RELAY_S)

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from snapshotd.api.errors import GpuFailed, SnapshotError, Where, WrongState
+from snapshotd.api.errors import GpuFailed, Internal, SnapshotError, Where, WrongState
 from snapshotd.holder import filling
 from snapshotd.holder.filling import Filling
 from snapshotd.inprocess.holding import HeldBlock
@@ -79,8 +79,12 @@ class Fills:
             return
 
         def ended(task: asyncio.Task[int]) -> None:
-            if not task.cancelled() and isinstance(error := task.exception(), SnapshotError):
-                self._incoming.fail(error)
+            if task.cancelled() or (error := task.exception()) is None:
+                return
+            if not isinstance(error, SnapshotError):
+                log.error("filling device memory failed unexpectedly", exc_info=error)
+                error = Internal(f"filling device memory failed unexpectedly: {error!r}")
+            self._incoming.fail(error)
 
         names = self._names[pid]
 
@@ -120,6 +124,9 @@ class Fills:
         hold.own(process, stripes, one.slot_bytes, limit_s)
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Releases what no process got. Idempotent. Never fails: what is left is released when the move ends here."""
         await asyncio.gather(*(one.close() for one in self._fillings.values()), return_exceptions=True)
-        await in_thread(self._holder.drop, [self._key(pid) for pid in self._names])
+        try:
+            await in_thread(self._holder.drop, [self._key(pid) for pid in self._names])
+        except SnapshotError as error:
+            log.warning("device memory of %s is not released yet: %s", self._move, error.message)

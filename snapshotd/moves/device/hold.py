@@ -21,6 +21,7 @@ from snapshotd.inprocess import holding
 from snapshotd.inprocess.holding import CannotExport, HeldBlock
 from snapshotd.moves.device.memory import Lost
 from snapshotd.moves.device.source_channel import SourceChannel
+from snapshotd.moves.journal import Journal
 from snapshotd.moves.node import Node
 from snapshotd.moves.record_parts import StripedProcess
 from snapshotd.proc.tree import Process
@@ -140,6 +141,14 @@ def own(process: Process, stripes: int, slot_bytes: int, timeout_s: float) -> No
 def held_bytes(holder: Holder, move: str) -> int:
     """What is kept for a move. Blocking."""
     return sum(size for key, size in holder.kept().items() if key.startswith(f"{move}/"))
+
+
+def sweep_ended(holder: Holder, journal: Journal) -> None:
+    """At start: lets the memory go that moves have left, on their source or their target. Blocking."""
+    for move in {key.partition("/")[0] for key in holder.kept()}:
+        known = journal.find(move)
+        if known is None or known.ended_unix_s:
+            let_go(holder, move)
 
 
 def let_go(holder: Holder, move: str) -> None:

@@ -167,8 +167,15 @@ class Offload:
         self._unallocated_bytes = max(0, self._unallocated_bytes - step_bytes)
 
     async def reopen_channel(self) -> None:
-        """Replaces a channel that broke while the job was advancing to its cut; nothing was sent yet."""
+        """Replaces a channel that broke while the job was advancing to its cut; nothing was sent yet. Raises Unreachable if
+        there is none any more, and held memory, which cannot follow the image, needs one."""
         await self.channel.reopen(self._expected_bytes)
+        if self.holds and not self.channel.works:
+            raise Unreachable(
+                f"the device-memory channel broke before the rank was frozen: {'; '.join(self.warnings)}",
+                remedy="the rank keeps running; a plain retry is safe",
+                where=Where.SOURCE_RUNNING,
+            )
 
     def _ready(self, one: Striped) -> None:
         with stripe_files.opened(self.folder, one.names, os.O_RDWR) as fds:

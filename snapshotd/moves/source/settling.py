@@ -65,10 +65,10 @@ class SourceSettling(Steps):
     def adopt_journal(self) -> None:
         """At start: takes up every unsettled move from before the restart. Settling begins with `settle_all`."""
         stripe_files.sweep_ended(self.node.config.image_dir, self.journal)
-        for move in {key.partition("/")[0] for key in self.node.holder.kept()}:
-            known = self.journal.find(move)
-            if known is None or known.last_mark is Mark.SETTLED:
-                hold.let_go(self.node.holder, move)
+        try:
+            hold.sweep_ended(self.node.holder, self.journal)
+        except SnapshotError as error:  # the daemon must serve its ranks
+            log.error("device memory of moves that have ended is not released: %s", error.message)
         for move_log in self.journal.all():
             if move_log.begin.role == "source" and move_log.last_mark is not Mark.SETTLED:
                 if move_log.known.mark is None:  # a crash before anything was done

@@ -56,9 +56,13 @@ class DeviceChannels:
         return incoming
 
     async def fill(self, move: str, fills: Fills) -> None:
-        """Fills memory on the GPU from the channel's files."""
+        """Fills memory on the GPU from the channel's files. If it cannot begin, the channel is closed."""
         self._fills[move] = fills
-        await fills.start()
+        try:
+            await fills.start()
+        except BaseException:
+            await self.close(move)
+            raise
 
     def fills(self, move: str) -> Fills | None:
         return self._fills.get(move)

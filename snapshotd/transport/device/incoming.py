@@ -40,7 +40,7 @@ class _Stripe:
     def __init__(self, name: str) -> None:
         self.name = name
         self.child: Child | None = None
-        self.at = 0
+        self.at = self.consumed = 0
         self.watch: asyncio.Task[int] | None = None
 
 
@@ -129,10 +129,11 @@ class Incoming:
         return next(stripe.at for stripe in self._stripes if stripe.name == name)
 
     def consumed(self, name: str, size: int) -> None:
-        """The first `size` bytes of the file are not needed any more: see `ahead_bytes`."""
-        child = next(stripe.child for stripe in self._stripes if stripe.name == name)
-        if child is not None:
-            child.say({"consumed": size})
+        """The first `size` bytes of the file are not needed any more: see `ahead_bytes`. To be called again and again: a
+        process that is too busy does not learn of it each time."""
+        stripe = next(stripe for stripe in self._stripes if stripe.name == name)
+        if stripe.child is not None and size > stripe.consumed and stripe.child.mention({"consumed": size}):
+            stripe.consumed = size
 
     async def wait(self, timeout_s: float) -> Mapping[str, int]:
         """The final sizes. Raises Unreachable (a connection broke and was not replaced in LOST_S), Damaged, Full, Timeout."""
