@@ -35,6 +35,7 @@ class Holder:
         self.path = path
         self._lock = threading.RLock()
         self._line: socket.socket | None = None
+        self._users: set[str] = set()
 
     def keep(self, key: str, blocks: Sequence[HeldBlock], fds: Sequence[int]) -> None:
         """Adds these to what is kept under the key; the descriptors here can be closed afterwards. Raises GpuFailed."""
@@ -70,16 +71,22 @@ class Holder:
         return dict(answer.get("keys", {}))
 
     def drop(self, keys: Sequence[str]) -> None:
-        """Lets this memory go. Idempotent. With the last of it the holder ends."""
-        if keys:
-            with self._lock:
-                answer, _ = self._ask({"ask": "drop", "keys": list(keys)}, start=False)
-                if answer.get("left") == 0:
-                    self.close()
+        """Lets this memory go. Idempotent. With the last of it the holder ends, unless `start` asked for it."""
+        with self._lock:
+            answer, _ = self._ask({"ask": "drop", "keys": list(keys)}, start=False)
+            if answer.get("left") == 0 and not self._users:
+                self.close()
 
-    def start(self) -> None:
-        """Makes sure that it runs, because starting it takes a tenth of a second. Raises GpuFailed."""
-        self._ask({"ask": "list"}, start=True)
+    def start(self, user: str) -> None:
+        """Makes sure that it runs until `leave`, because starting it takes a tenth of a second. Raises GpuFailed."""
+        with self._lock:
+            self._ask({"ask": "list"}, start=True)
+            self._users.add(user)
+
+    def leave(self, user: str) -> None:
+        """It need not run for this user any more; what is kept, is kept. `drop` comes next. Idempotent."""
+        with self._lock:
+            self._users.discard(user)
 
     @property
     def pid(self) -> int:

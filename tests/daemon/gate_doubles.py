@@ -163,7 +163,8 @@ class Here:
             nccl_member_timeout_ms=20,
         )
         self.reserve = None
-        self.holder = SimpleNamespace(drop=lambda keys: None, kept=dict)  # no rank here has device memory
+        # No rank here has device memory.
+        self.holder = SimpleNamespace(drop=lambda keys: None, leave=lambda user: None, kept=dict)
         self.room = Room(self.state_dir / "room", self.name)
         self.journal = Journal(self.state_dir)
         self.ranks = SimpleNamespace(all=lambda: self.entries)

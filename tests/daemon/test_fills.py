@@ -78,8 +78,10 @@ class Target:
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     monkeypatch.setattr(filling, "REPLACED", 0)
     target = Target(tmp_path)
-    target.holder.start()
+    target.holder.start("test")
     yield target
+    target.holder.leave("test")
+    target.holder.leave(MOVE)
     target.holder.drop(list(target.holder.kept()))
     target.holder.close()
 

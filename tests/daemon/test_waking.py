@@ -56,7 +56,7 @@ class Here:
             ranks=ranks,
             store=SimpleNamespace(drop_soon=lambda move: None),
             credentials=None,
-            holder=SimpleNamespace(drop=lambda keys: None, kept=dict),
+            holder=SimpleNamespace(drop=lambda keys: None, leave=lambda user: None, kept=dict),
         )
         monkeypatch.setattr(settling, "BulkReceivers", lambda *arguments: SimpleNamespace())
         monkeypatch.setattr(settling, "wake", self.wake)

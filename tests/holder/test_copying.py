@@ -39,6 +39,7 @@ def node(tmp_path: Path) -> GpuNode:
 def holder(tmp_path: Path) -> Iterator[Holder]:
     holder = Holder(tmp_path / "holder.sock")
     yield holder
+    holder.leave("test")
     holder.drop(list(holder.kept()))
     holder.close()
 
@@ -167,7 +168,7 @@ async def test_killed_process_is_replaced_and_goes_on(make: Any, holder: Holder)
 
 
 async def test_memory_that_is_not_kept_fails(make: Any, holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
-    holder.start()
+    holder.start("test")
     monkeypatch.setattr(copying, "REPLACED", 0)
     copied = make()
     await copied.start()

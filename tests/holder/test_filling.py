@@ -37,8 +37,9 @@ def node(tmp_path: Path) -> GpuNode:
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Holder]:
     holder = Holder(tmp_path / "holder.sock")
-    holder.start()
+    holder.start("test")
     yield holder
+    holder.leave("test")
     holder.drop(list(holder.kept()))
     holder.close()
 

@@ -19,6 +19,7 @@ from snapshotd.api.errors import GpuFailed
 from snapshotd.holder.client import Holder
 from snapshotd.holder.process import BATCH
 from snapshotd.inprocess.holding import HeldBlock
+from snapshotd.moves.device.hold import let_go
 from tests.shim.jobs import until
 
 
@@ -89,11 +90,33 @@ def test_it_ends_with_its_last_client_if_it_keeps_nothing(place: Path) -> None:
     holder = Holder(place)
     assert holder.kept() == {}
     assert not place.exists(), "nothing was started to ask that"
-    holder.start()
+    holder.start("m-1")
     pid = holder.pid
     holder.close()
     until(lambda: not Path(f"/proc/{pid}").exists())
     assert not place.exists()
+
+
+def test_it_ends_although_it_was_asked_about_a_move_that_has_ended(holder: Holder, place: Path) -> None:
+    """The question opens a connection, which would keep it running."""
+    keep(holder, "m-1/7", [b"content"])
+    other = Holder(place)
+    assert other.kept()
+    holder.drop(["m-1/7"])
+    holder_pid = other.pid
+    let_go(other, "m-1")
+    until(lambda: not Path(f"/proc/{holder_pid}").exists())
+
+
+def test_it_runs_as_long_as_a_move_may_need_it(holder: Holder) -> None:
+    holder.start("m-1")
+    pid = holder.pid
+    keep(holder, "m-2/7", [b"content"])
+    let_go(holder, "m-2")
+    assert holder.pid == pid, "another move is about to hand its memory over"
+    let_go(holder, "m-1")
+    assert not holder.pid
+    until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_connection_to_a_holder_that_is_ending_is_made_again(holder: Holder, place: Path) -> None:
@@ -163,7 +186,7 @@ def test_killed_holder_is_reported_and_replaced(holder: Holder) -> None:
 
 
 def test_wrong_request_is_refused_and_closes_its_descriptors(holder: Holder) -> None:
-    holder.start()
+    holder.start("test")
     before = len(os.listdir(f"/proc/{holder.pid}/fd"))
     fd = memory(b"x")
     with pytest.raises(GpuFailed, match="1 descriptors for 2 blocks"):

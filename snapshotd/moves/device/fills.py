@@ -63,7 +63,7 @@ class Fills:
 
     async def start(self) -> None:
         """Attaches to the GPU, which takes seconds; the job runs. Raises a SnapshotError."""
-        await in_thread(self._holder.start)
+        await in_thread(self._holder.start, self._move)
         started = (one.start() for one in self._fillings.values())
         for failed in await asyncio.gather(*started, return_exceptions=True):
             if isinstance(failed, BaseException):

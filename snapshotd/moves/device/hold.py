@@ -46,7 +46,7 @@ class Hold:
         self, node: Node, move: str, process: Process, gpu: str, folder: Path, names: Sequence[str], slot_bytes: int
     ) -> None:
         self._holder, self._names, self._slot_bytes = node.holder, list(names), slot_bytes
-        self.key = key_of(move, process)
+        self._move, self.key = move, key_of(move, process)
         found = holding.find(process)
         if found is None:
             raise RankGone(f"the shim is not active in process {process.pid}", where=Where.SOURCE_RUNNING)
@@ -57,7 +57,7 @@ class Hold:
     async def prepare(self) -> None:
         """While the job runs. Raises a SnapshotError or OSError; nothing has happened then."""
         await in_thread(self._holding.must_know_how)
-        await in_thread(self._holder.start)
+        await in_thread(self._holder.start, self._move)
         await in_thread(self._holding.ready, len(self._names), self._slot_bytes)
         await self._copying.start()
 
@@ -153,4 +153,5 @@ def sweep_ended(holder: Holder, journal: Journal) -> None:
 
 def let_go(holder: Holder, move: str) -> None:
     """The move has ended. Blocking. Idempotent."""
+    holder.leave(move)
     holder.drop([key for key in holder.kept() if key.startswith(f"{move}/")])
