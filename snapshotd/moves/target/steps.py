@@ -26,6 +26,7 @@ from snapshotd.api.errors import (
     Where,
     WrongState,
 )
+from snapshotd.api.snapshotd_pb2 import AllocateDeviceMemoryRequest as AllocateRequest
 from snapshotd.cuda import pairing
 from snapshotd.files.as_user import spares
 from snapshotd.keepers.ranks import check_rank_uid
@@ -188,9 +189,7 @@ class TargetSteps(TargetSettling):
             return await device_memory.open_channel(self.node, self.device_channels, moving.log, request, caller)
 
     @step
-    async def allocate_device_memory(
-        self, request: pb.AllocateDeviceMemoryRequest, caller: str
-    ) -> pb.AllocateDeviceMemoryReply:
+    async def allocate_device_memory(self, request: AllocateRequest, caller: str) -> pb.AllocateDeviceMemoryReply:
         """The source has handed over the memory of a process: creates the same here, to be filled as it arrives."""
         self.authorise_source(request.move, caller)
         return device_memory.allocate(self.device_channels, request)
