@@ -54,6 +54,15 @@ the resumption. Nothing is lost and nothing doubled. Both ends of a connection b
 images (`snapshotd/net/rejoin.py`). A connection to another process of a node with a daemon would be lost, so a job with one
 is refused. Connections to hosts without a daemon are reset, as in a move.
 
+**NCCL.** If ranks are in communicators, all of them wait at their gates from Gate.Close on, at the cut of
+`migrator/quiesce/cut.py`, and the coordinator has all communicators taken down before the first rank is frozen. So the images
+have none. A snapshot's ranks go on behind their gates. When all do, the coordinator has the communicators built again, and
+only then opens the gates; an undo does the same. It asks the processes what is down, also after a restart, and its record is
+not settled before the gates are open. If a member has ended, what it was in stays down, and the job gets NCCL's errors. A
+node opens its gates without the coordinator's word if that has been silent for 15 minutes. Copies of a resumption are behind
+the gates of their images, and COMMIT needs their communicators: a target whose copy lacks some answers that it is not ready.
+Gates and communicators are not in the model of `tests/protocol/`.
+
 **Keepers.** The home keeper of each rank, which is what the launcher knows, stays. For it the rank is away, as after a move.
 
 **Lease.** Job.Begin starts a lease, which the driver renews; if it expires before an outcome, the coordinator records ABORT.
@@ -112,11 +121,19 @@ class JobStep:
     timeout_s: float
     does: str
     undone_by: tuple[str, ...] = ()  # calls of the table's undo
+    only_with_nccl: bool = False  # skipped if no rank of the job is in an NCCL communicator
 
 
 _COORDINATOR, _STORES, _TARGETS, _BUDDIES = Asked.COORDINATOR, Asked.STORES, Asked.TARGETS, Asked.BUDDIES
 _ABORT_SUSPENSION = ("Job.Abort", "Source.Abort")
 _ABORT_RESUMPTION = ("Job.Abort", "Target.Discard")
+_ATTACH = "Job.Attach"  # by the coordinator, which calls every node with ranks of the job
+_PUT_BACK = ("Job.Abort", _ATTACH)
+#: How the communicators of a job are taken down before its ranks are frozen.
+_QUIESCE = (
+    JobStep("quiesce", "Gate.Close", _STORES, 600, "close the gates, let ranks run up to one cut", _PUT_BACK, True),
+    JobStep("detach", "Job.Detach", _COORDINATOR, 3600, "destroy all communicators", _PUT_BACK, True),
+)
 
 SUSPEND: tuple[JobStep, ...] = (
     # A refusal here is exit code 10: nothing has been changed or paused.
@@ -124,6 +141,7 @@ SUSPEND: tuple[JobStep, ...] = (
     JobStep("prepare", "Job.Begin", _COORDINATOR, 30, "journal the suspension, start the lease", ("Job.Abort",)),
     JobStep("prepare", "Source.Begin", _STORES, 30, "reserve room for the images", _ABORT_SUSPENSION),
     # The pause begins.
+    *_QUIESCE,
     JobStep("freeze", "Source.Freeze", _STORES, 120, "stop, freeze, filter: the cut", _ABORT_SUSPENSION),
     JobStep("store", "Source.Stream", _STORES, 3600, "dump into the store, verify, sync", _ABORT_SUSPENSION),
     JobStep("commit", "Job.Commit", _COORDINATOR, 60, "ask all stores, record COMMIT"),
@@ -137,6 +155,9 @@ RESUME: tuple[JobStep, ...] = (
     JobStep("prepare", "Target.Prepare", _TARGETS, 60, "reserve memory, plan the addresses", _ABORT_RESUMPTION),
     JobStep("send", "Source.Send", _STORES, 3600, "send the images to the targets, signed", _ABORT_RESUMPTION),
     JobStep("restore", "Target.Restore", _TARGETS, 1800, "restore, held, with the new addresses", _ABORT_RESUMPTION),
+    JobStep(
+        "reattach", _ATTACH, _COORDINATOR, 3600, "build communicators with the held copies", _ABORT_RESUMPTION, True
+    ),
     JobStep("commit", "Job.Commit", _COORDINATOR, 60, "ask all targets, record COMMIT"),
     JobStep("activate", "Target.Activate", _TARGETS, 60, "ask the coordinator, journal it, let the copies run"),
 )
@@ -149,8 +170,10 @@ SNAPSHOT: tuple[JobStep, ...] = (
     JobStep("prepare", "Source.Begin", _STORES, 30, "reserve room for the images", ("Job.Abort", "Source.Abort")),
     JobStep("prepare", "Target.Prepare", _BUDDIES, 60, "reserve room for the copies", _ABORT_SNAPSHOT),
     # The pause begins.
+    *_QUIESCE,
     JobStep("freeze", "Source.Freeze", _STORES, 120, "stop, freeze, filter: the cut", _ABORT_SNAPSHOT),
     JobStep("store", "Source.Stream", _STORES, 3600, "dump into memory; then the rank goes on", _ABORT_SNAPSHOT),
+    JobStep("reattach", _ATTACH, _COORDINATOR, 3600, "build communicators again, open gates", _ABORT_SNAPSHOT, True),
     # It has ended.
     JobStep("copy", "Source.Send", _STORES, 3600, "send the images to the buddies, signed", _ABORT_SNAPSHOT),
     JobStep("commit", "Job.Commit", _COORDINATOR, 60, "ask all stores and buddies, record COMMIT"),
@@ -163,6 +186,7 @@ SNAPSHOT: tuple[JobStep, ...] = (
 UNDO_SUSPEND: tuple[JobStep, ...] = (
     JobStep("undo", "Job.Abort", _COORDINATOR, 60, "record ABORT"),
     JobStep("undo", "Source.Abort", _STORES, 120, "ask the coordinator, thaw the ranks, drop their images"),
+    JobStep("undo", _ATTACH, _COORDINATOR, 3600, "build communicators again, open gates", only_with_nccl=True),
 )
 UNDO_RESUME: tuple[JobStep, ...] = (
     JobStep("undo", "Job.Abort", _COORDINATOR, 60, "record ABORT"),
@@ -173,6 +197,7 @@ UNDO_RESUME: tuple[JobStep, ...] = (
 UNDO_SNAPSHOT: tuple[JobStep, ...] = (
     JobStep("undo", "Job.Abort", _COORDINATOR, 60, "record ABORT"),
     JobStep("undo", "Source.Abort", _STORES, 120, "ask the coordinator, thaw the ranks, drop their images"),
+    JobStep("undo", _ATTACH, _COORDINATOR, 3600, "build communicators again, open gates", only_with_nccl=True),
     JobStep("undo", "Target.Discard", _BUDDIES, 120, "ask the coordinator, drop the copies"),
 )
 

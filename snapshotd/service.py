@@ -39,6 +39,7 @@ from snapshotd.keepers.relay import Relays
 from snapshotd.moves import stopping
 from snapshotd.moves.carry import Carry
 from snapshotd.moves.history import History
+from snapshotd.moves.jobs.communicators import JobCommunicators
 from snapshotd.moves.jobs.coordinator import JobSteps
 from snapshotd.moves.jobs.ending import Endings
 from snapshotd.moves.jobs.home_keepers import HomeKeepers
@@ -57,7 +58,7 @@ from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.peers.steps import PeerSteps
 from snapshotd.moves.reserve import Reserve
 from snapshotd.moves.source.steps import SourceSteps
-from snapshotd.moves.target import waiting_keepers
+from snapshotd.moves.target import copies, waiting_keepers
 from snapshotd.moves.target.gpus import with_reservations
 from snapshotd.moves.target.steps import TargetSteps
 from snapshotd.moves.where import where_of
@@ -102,11 +103,17 @@ class Daemon:
         self.peer = PeerSteps(self.node)
         self.gates = GateSteps(self.node)
         self.home_keepers = HomeKeepers(journal, self.relays.report_end)
-        self.jobs, self.images = JobSteps(self.node), StoredImages(self.node, self.home_keepers)
+        self.members = Members(
+            self.gates,
+            lambda move: self.target.held(move),
+            lambda record: copies.held_of(self.target.moves.values(), record),
+        )
+        communicators = Communicators(self.node, self.members)
+        self.jobs = JobSteps(self.node, JobCommunicators(communicators))
+        self.images = StoredImages(self.node, self.home_keepers)
         self.endings = Endings(self.node)
         self.tether, self.watch = Tether(self.node, self.endings), Watch(self.node, self.jobs, self.images)
-        self.members = Members(self.gates, lambda move: self.target.held(move))
-        self.source = SourceSteps(self.node, self.peer.pending, Communicators(self.node, self.members))
+        self.source = SourceSteps(self.node, self.peer.pending, communicators)
         self.forwarding = Forwarding(self.node, self.source.departure.forwarded)
         self.target = TargetSteps(self.node, self.relays, self.forwarding)
         self.succession = Succession(self.node, self.jobs, self.images, self.source, self.target)

@@ -70,6 +70,7 @@ class Resumption(JobRun):
             "Target.Prepare": self.prepare,
             "Source.Send": self.send,
             "Target.Restore": self.restore,
+            "Job.Attach": self.attach,
             "Job.Commit": self.commit_job,
             "Target.Activate": self.activate,
             "Target.Discard": self.discard,
@@ -159,7 +160,8 @@ class Resumption(JobRun):
     async def restore(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
             request = pb.MoveRequest(move=part.move)
-            await (await self.client(part.node)).target.Restore(request, timeout_s=timeout_s)
+            reply = await (await self.client(part.node)).target.Restore(request, timeout_s=timeout_s)
+            self.nccl = self.nccl or reply.nccl
 
         await each(self.participants, ask)
 

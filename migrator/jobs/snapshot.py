@@ -43,6 +43,7 @@ class Snapshot(Suspension):
             **super().steps,
             "Target.Prepare": self.prepare,
             "Source.Send": self.send,
+            "Job.Attach": self.reattach,
             "Target.Activate": self.keep,
             "Target.Discard": self.discard,
         }
@@ -77,12 +78,24 @@ class Snapshot(Suspension):
         await each(self.participants, ask)
 
     async def freeze(self, timeout_s: float) -> None:
-        self.frozen_s = time.monotonic()
+        self.frozen_s = self.frozen_s or time.monotonic()
         await super().freeze(timeout_s)
+
+    async def quiesce(self, timeout_s: float) -> None:
+        self.frozen_s = time.monotonic()
+        await super().quiesce(timeout_s)
 
     async def store(self, timeout_s: float) -> None:
         await super().store(timeout_s)
         self.pause_s = time.monotonic() - self.frozen_s
+
+    async def reattach(self, timeout_s: float) -> None:
+        """As a step of the table. As part of an undo it is `put_back`."""
+        if self.undoing:
+            await self.put_back(timeout_s)
+        else:
+            await self.attach(timeout_s)
+            self.pause_s = time.monotonic() - self.frozen_s
 
     async def send(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:

@@ -13,6 +13,7 @@ from migrator.job_protocol import SUSPEND, UNDO_SUSPEND, JobVerdict
 from migrator.job_results import JobOptions, RankPlace
 from migrator.jobs import connections
 from migrator.jobs.connections import Sockets
+from migrator.jobs.gates import JobGates
 from migrator.jobs.walk import JobRun, each, new_id
 from migrator.results import Event
 from snapshotd.api import protocol
@@ -37,6 +38,7 @@ class Suspension(JobRun):
         self.coordinator = coordinator
         self.looks: dict[str, str] = {}  # by the rank's uid: its source's name for what Inspect found
         self.answering: set[str] = set()  # nodes
+        self.gates = JobGates(cluster)
         self.participants = [
             pb.Participant(
                 rank_uid=one.rank.uid,
@@ -54,11 +56,14 @@ class Suspension(JobRun):
             "Source.Inspect": self.inspect,
             "Job.Begin": self.begin_job,
             "Source.Begin": self.begin,
+            "Gate.Close": self.quiesce,
+            "Job.Detach": self.detach,
             "Source.Freeze": self.freeze,
             "Source.Stream": self.store,
             "Job.Commit": self.commit_job,
             "Source.Release": self.release,
             "Source.Abort": self.abort,
+            "Job.Attach": self.put_back,
         }
 
     def places(self) -> list[RankPlace]:
@@ -86,7 +91,9 @@ class Suspension(JobRun):
 
         await each(self.participants, ask)
         checks.append(("the job", connections.check(sockets)))
-        self.refuse_if(checks)
+        found = await self.gates.check(self.description, sorted({part.node for part in self.participants}))
+        self.nccl = self.gates.involved
+        self.refuse_if([*checks, *(("the job", one) for one in found)])
 
     def inspected(self, part: pb.Participant, reply: pb.InspectReply) -> None:
         """A rank was looked at, and nothing has been changed yet."""
@@ -106,6 +113,39 @@ class Suspension(JobRun):
             await (await self.client(part.node)).source.Begin(request, timeout_s=timeout_s)
 
         await each(self.participants, ask)
+
+    @property
+    def description(self) -> pb.MoveDescription:
+        """The record, as nodes journal it that close gates for it."""
+        first = self.participants[0]
+        here = (self.coordinator, self.cluster.nodes[self.coordinator])
+        return pb.MoveDescription(
+            move=self.record,
+            rank_uid=first.rank_uid,
+            rank=first.rank,
+            job=self.job,
+            user_id=self.user_id,
+            source_node=here[0],
+            source_endpoint=here[1],
+            target_node=here[0],
+            target_endpoint=here[1],
+            nonce=self.gates.nonce,
+            whole_job=True,
+        )
+
+    async def quiesce(self, timeout_s: float) -> None:
+        await self.gates.quiesce(self.description, timeout_s)
+
+    async def detach(self, timeout_s: float) -> None:
+        request = pb.MoveRequest(move=self.record)
+        await (await self.client(self.coordinator)).job.Detach(request, timeout_s=timeout_s)
+
+    async def put_back(self, timeout_s: float) -> None:
+        """Part of an undo. If it fails, the coordinator goes on trying."""
+        try:
+            await self.attach(timeout_s)
+        except SnapshotError as error:
+            self.unconfirmed.append(f"its communicators: {error.message}")
 
     async def freeze(self, timeout_s: float) -> None:
         """The cut. What the freeze found decides, not what preflight saw."""

@@ -17,7 +17,7 @@ from migrator.job_results import JobOptions, JobResult, RankPlace
 from migrator.results import Event
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
-from snapshotd.api.errors import OutcomeUnknown, Refused, SnapshotError, Timeout, Undone, Where
+from snapshotd.api.errors import OutcomeUnknown, RankGone, Refused, SnapshotError, Timeout, Undone, Where
 
 T = TypeVar("T")
 
@@ -46,8 +46,10 @@ class JobRun(ABC):
         self.coordinator = ""  # node
         self.participants: list[pb.Participant] = []
         self.nodes: list[pb.NodeAddresses] = []
+        self.nccl = False  # ranks are in NCCL communicators
         self.pause_s = 0.0  # of a snapshot: from the cut until all ranks went on
         self.reached = 0
+        self.undoing = False
         self.began = time.monotonic()
         self.bytes: dict[str, tuple[int, int]] = {}  # by move: sent, expected
         self.warnings: list[str] = []
@@ -93,6 +95,7 @@ class JobRun(ABC):
             participants=self.participants,
             lease_s=self.options.lease_s,
             snapshot=self.takes_snapshot,
+            nccl=self.nccl,
             nodes=self.nodes if self.takes_snapshot else (),
         )
         await (await self.client(self.coordinator)).job.Begin(request, timeout_s=timeout_s)
@@ -106,6 +109,12 @@ class JobRun(ABC):
         outcome = await (await self.client(self.coordinator)).job.Commit(request, timeout_s=timeout_s)
         if outcome.kind != pb.COMMIT:
             raise Undone(f"the coordinator decided otherwise: {outcome.reason}", where=Where.UNKNOWN)
+
+    async def attach(self, timeout_s: float) -> None:
+        request = pb.MoveRequest(move=self.record)
+        reply = await (await self.client(self.coordinator)).job.Attach(request, timeout_s=timeout_s)
+        if reply.abandoned:
+            raise RankGone(f"communicators are never built again: {reply.abandoned}", where=Where.UNKNOWN)
 
     async def each_confirms(self, ask: Callable[[pb.Participant], Awaitable[None]]) -> None:
         """Asks all participants at once to undo their part. A daemon that does not answer now asks the coordinator later, so
@@ -191,6 +200,8 @@ async def _drive(run: JobRun) -> JobResult:
     try:
         for index, step in enumerate(run.table):
             run.reached = index
+            if step.only_with_nccl and not run.nccl:
+                continue
             await _perform(run, step)
             if step.call == "Job.Begin":
                 renewing = asyncio.create_task(run.renew())
@@ -239,8 +250,9 @@ async def _end(run: JobRun, error: SnapshotError) -> JobResult:
         )
         return _result(run, JobVerdict.UNKNOWN, unknown.message, "unknown", unknown)
     if outcome.kind == pb.ABORT:
+        run.undoing = True
         for step in undo_plan(run.table, run.undo, run.reached):
-            if step.call != "Job.Abort":
+            if step.call != "Job.Abort" and (run.nccl or not step.only_with_nccl):
                 with run.reporter.phase(step.phase, step.call):
                     await run.steps[step.call](step.timeout_s)
         return _result(run, JobVerdict.UNDONE, error.message, _after_undo(run), error)

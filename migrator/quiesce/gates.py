@@ -56,9 +56,9 @@ class Gates:
             return []
         silent: list[str] = []
         try:
-            async with self._clients(self.cluster.nodes) as all_clients:
+            async with self.clients(self.cluster.nodes) as all_clients:
                 clients, silent = await self._of_the_job(all_clients, description)
-                reports = await _ask_all(clients, _reporting(description))
+                reports = await ask_all(clients, reporting(description))
                 missing = _unknown(description.rank_uid, reports)
                 for _ in range(LOOKS - 1):
                     if not missing:
@@ -66,7 +66,7 @@ class Gates:
                     # Nodes do not report at the same moment. A communicator that one member has just created or destroyed
                     # is missing another one once; only a member that no daemon knows is missing every time.
                     await asyncio.sleep(LOOK_S)
-                    reports = await _ask_all(clients, _reporting(description))
+                    reports = await ask_all(clients, reporting(description))
                     again = _unknown(description.rank_uid, reports)
                     missing = {comm: again[comm] for comm in missing if comm in again}
         except SnapshotError as error:
@@ -92,14 +92,14 @@ class Gates:
             if report.process.rank_uid != description.rank_uid and comm.id in comms
         ]
         if missing:
-            checks.append(_missing(missing, silent))
+            checks.append(missing_members(missing, silent))
         return checks
 
     async def find(self, description: pb.MoveDescription) -> bool:
         """Whether NCCL in the rank that is to move has something to take down now: a communicator, or RDMA devices that it
         keeps without one. Asks only its own node."""
-        async with self._clients([description.source_node]) as clients:
-            reports = _of(description.rank_uid, await _ask_all(clients, _reporting(description)))
+        async with self.clients([description.source_node]) as clients:
+            reports = _of(description.rank_uid, await ask_all(clients, reporting(description)))
         self.involved = any(report.gate.communicators or report.gate.rdma for report in reports)
         return self.involved
 
@@ -127,7 +127,7 @@ class Gates:
         return {node: clients[node] for node in self.nodes}, sorted(silent)
 
     @contextlib.asynccontextmanager
-    async def _clients(self, nodes: Iterable[str]) -> AsyncIterator[dict[str, DaemonClient]]:
+    async def clients(self, nodes: Iterable[str]) -> AsyncIterator[dict[str, DaemonClient]]:
         async with contextlib.AsyncExitStack() as stack:
             yield {node: await stack.enter_async_context(self.cluster.client(node)) for node in nodes}
 
@@ -136,7 +136,7 @@ class Gates:
     async def quiesce(self, description: pb.MoveDescription, timeout_s: float) -> None:
         """Closes every gate and lets each process run as far as the cut requires. On failure gates stay closed: undo."""
         deadline = time.monotonic() + timeout_s
-        async with self._clients(self.cluster.nodes) as all_clients:
+        async with self.clients(self.cluster.nodes) as all_clients:
             clients, silent = await self._of_the_job(all_clients, description)
             await self._find_cut(clients, description, silent, deadline, timeout_s)
 
@@ -156,7 +156,7 @@ class Gates:
         view, pause_s = View(description), ROUND_S
         asked, all_asked_at = clients, time.monotonic()
         while True:
-            reports = await _ask_all(asked, ask)
+            reports = await ask_all(asked, ask)
             self.rounds += 1
             # In a thread, so that the lease is renewed meanwhile: with thousands of ranks this takes a while.
             cut, changed = await asyncio.to_thread(view.next, reports, asked.keys())
@@ -200,7 +200,7 @@ _Ask = Callable[[DaemonClient, str], Awaitable[pb.GateReport]]
 _Request = TypeVar("_Request", pb.MoveDescription, pb.SetTargetsRequest)
 
 
-async def _ask_all(clients: Mapping[str, DaemonClient], ask: _Ask) -> list[ProcessReport]:
+async def ask_all(clients: Mapping[str, DaemonClient], ask: _Ask) -> list[ProcessReport]:
     """The reports of all processes. Raises the first failure, after all nodes have answered or failed."""
     answers = await asyncio.gather(*(ask(client, node) for node, client in clients.items()), return_exceptions=True)
     reports = []
@@ -211,7 +211,7 @@ async def _ask_all(clients: Mapping[str, DaemonClient], ask: _Ask) -> list[Proce
     return reports
 
 
-def _reporting(description: pb.MoveDescription) -> _Ask:
+def reporting(description: pb.MoveDescription) -> _Ask:
     async def ask(client: DaemonClient, node: str) -> pb.GateReport:
         request = pb.GateReportRequest(move=description.move, job=description.job, user_id=description.user_id)
         return await client.gate.Report(request, timeout_s=ASK_S, retry=True)
@@ -260,7 +260,7 @@ def _unknown(rank_uid: str, reports: Collection[ProcessReport]) -> dict[str, int
     return {comm: count for comm in comms if (count := membership.unknown(comm))}
 
 
-def _missing(unknown: Mapping[str, int], silent: Collection[str]) -> pb.Check:
+def missing_members(unknown: Mapping[str, int], silent: Collection[str]) -> pb.Check:
     count, comms = sum(unknown.values()), len(unknown)
     unreachable = f"; no answer from {', '.join(silent)}" if silent else ""
     return pb.Check(

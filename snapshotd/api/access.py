@@ -78,6 +78,8 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Home/Relay": _NODE,
     "/snapshotd.v1.Job/Begin": _OPERATOR,
     "/snapshotd.v1.Job/Renew": _OPERATOR,
+    "/snapshotd.v1.Job/Detach": _OPERATOR,
+    "/snapshotd.v1.Job/Attach": _OPERATOR,
     "/snapshotd.v1.Job/Commit": _OPERATOR,
     "/snapshotd.v1.Job/Abort": _OPERATOR,
     "/snapshotd.v1.Job/GetOutcome": _BOTH,

@@ -321,6 +321,8 @@ class JobCalls:
         path = "/snapshotd.v1.Job/"
         self.Begin = Unary(link, path + "Begin", pb.BeginJobRequest, pb.BeginJobReply)
         self.Renew = Unary(link, path + "Renew", pb.MoveRequest, pb.RenewReply)
+        self.Detach = Unary(link, path + "Detach", pb.MoveRequest, pb.DetachReply)
+        self.Attach = Unary(link, path + "Attach", pb.MoveRequest, pb.AttachReply)
         self.Commit = Unary(link, path + "Commit", pb.MoveRequest, pb.Outcome)
         self.Abort = Unary(link, path + "Abort", pb.AbortRequest, pb.Outcome)
         self.GetOutcome = Unary(link, path + "GetOutcome", pb.MoveRequest, pb.Outcome)

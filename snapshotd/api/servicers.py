@@ -334,6 +334,12 @@ class JobServicer:
     async def Renew(self, request: pb.MoveRequest, context: Context) -> pb.RenewReply:
         return await self.steps.renew(request.move)
 
+    async def Detach(self, request: pb.MoveRequest, context: Context) -> pb.DetachReply:
+        return await self.steps.detach(request.move)
+
+    async def Attach(self, request: pb.MoveRequest, context: Context) -> pb.AttachReply:
+        return await self.steps.attach(request.move)
+
     async def Commit(self, request: pb.MoveRequest, context: Context) -> pb.Outcome:
         return await self.steps.commit(request.move)
 

@@ -2171,6 +2171,7 @@ class MoveDescription(_message.Message):
     NONCE_FIELD_NUMBER: _builtins.int
     USER_ID_FIELD_NUMBER: _builtins.int
     USER_IDS_FIELD_NUMBER: _builtins.int
+    WHOLE_JOB_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     rank_uid: _builtins.str
     """of the rank that moves"""
@@ -2184,6 +2185,8 @@ class MoveDescription(_message.Message):
     """the target's; verifies the source's tokens"""
     user_id: _builtins.int
     """whose job it is: a job is named by user and name; gates require it"""
+    whole_job: _builtins.bool
+    """gates: for the job record `move` of the coordinator, which is the source"""
     @_builtins.property
     def user_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the rank's processes; peers re-point connections of these users"""
@@ -2202,10 +2205,11 @@ class MoveDescription(_message.Message):
         nonce: _builtins.bytes = ...,
         user_id: _builtins.int | None = ...,
         user_ids: _abc.Iterable[_builtins.int] | None = ...,
+        whole_job: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "user_id", b"user_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "job", b"job", "move", b"move", "nonce", b"nonce", "rank", b"rank", "rank_uid", b"rank_uid", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node", "user_id", b"user_id", "user_ids", b"user_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "job", b"job", "move", b"move", "nonce", b"nonce", "rank", b"rank", "rank_uid", b"rank_uid", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node", "user_id", b"user_id", "user_ids", b"user_ids", "whole_job", b"whole_job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__user_id: _TypeAlias = _typing.Literal["user_id"]  # noqa: Y015
     _WhichOneofArgType__user_id: _TypeAlias = _typing.Literal["_user_id", b"_user_id"]  # noqa: Y015
@@ -3030,8 +3034,11 @@ class RestoreReply(_message.Message):
     HELD_RECEIPT_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    NCCL_FIELD_NUMBER: _builtins.int
     held_receipt: _builtins.bytes
     seconds: _builtins.float
+    nccl: _builtins.bool
+    """processes of the copy were in NCCL communicators"""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
         """criu-restore; of a GPU rank also cuda-restore, unlock, refill"""
@@ -3042,10 +3049,11 @@ class RestoreReply(_message.Message):
         held_receipt: _builtins.bytes = ...,
         seconds: _builtins.float = ...,
         parts: _abc.Iterable[Global___Part] | None = ...,
+        nccl: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_receipt", b"held_receipt", "parts", b"parts", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_receipt", b"held_receipt", "nccl", b"nccl", "parts", b"parts", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3162,20 +3170,24 @@ class Copy(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     ABANDONED_FIELD_NUMBER: _builtins.int
+    UNATTACHED_FIELD_NUMBER: _builtins.int
     state: Global___Copy.State.ValueType
     reason: _builtins.str
     abandoned: _builtins.bool
     """as in Outcome, or an operator has declared the source dead"""
+    unattached: _builtins.bool
+    """a held copy of a job that is resumed: its communicators are not built again yet"""
     def __init__(
         self,
         *,
         state: Global___Copy.State.ValueType = ...,
         reason: _builtins.str = ...,
         abandoned: _builtins.bool = ...,
+        unattached: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "reason", b"reason", "state", b"state", "unattached", b"unattached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3286,6 +3298,7 @@ class BeginJobRequest(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    NCCL_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -3295,6 +3308,8 @@ class BeginJobRequest(_message.Message):
     lease_s: _builtins.float
     snapshot: _builtins.bool
     """begin a snapshot: like a suspension, but the ranks go on"""
+    nccl: _builtins.bool
+    """a suspension or snapshot: gates will be closed, and the coordinator has to open them"""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
     @_builtins.property
@@ -3312,10 +3327,11 @@ class BeginJobRequest(_message.Message):
         lease_s: _builtins.float = ...,
         snapshot: _builtins.bool = ...,
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
+        nccl: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "lease_s", b"lease_s", "nodes", b"nodes", "participants", b"participants", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "lease_s", b"lease_s", "nccl", b"nccl", "nodes", b"nodes", "participants", b"participants", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4820,9 +4836,12 @@ class DetachRequest(_message.Message):
     COMMS_FIELD_NUMBER: _builtins.int
     RANK_UIDS_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    CLOSE_DEVICES_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     timeout_s: _builtins.float
     """0: of an older source, which has a fixed limit"""
+    close_devices: _builtins.bool
+    """these ranks are about to be frozen: close what NCCL keeps open, and look for leftovers"""
     @_builtins.property
     def comms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -4836,10 +4855,11 @@ class DetachRequest(_message.Message):
         comms: _abc.Iterable[_builtins.str] | None = ...,
         rank_uids: _abc.Iterable[_builtins.str] | None = ...,
         timeout_s: _builtins.float = ...,
+        close_devices: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["comms", b"comms", "move", b"move", "rank_uids", b"rank_uids", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_devices", b"close_devices", "comms", b"comms", "move", b"move", "rank_uids", b"rank_uids", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4983,17 +5003,27 @@ class AttachReply(_message.Message):
 
     COMMS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
     comms: _builtins.int
     seconds: _builtins.float
+    abandoned: _builtins.str
+    """Job.Attach: why communicators are never built again; empty: all are"""
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProcessGate]:
+        """Gate.Attach without communicators, for a job that is resumed: those of the held copies"""
+
     def __init__(
         self,
         *,
         comms: _builtins.int = ...,
         seconds: _builtins.float = ...,
+        processes: _abc.Iterable[Global___ProcessGate] | None = ...,
+        abandoned: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["comms", b"comms", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "comms", b"comms", "processes", b"processes", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

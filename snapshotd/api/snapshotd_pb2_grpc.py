@@ -1813,6 +1813,16 @@ class JobStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.RenewReply.FromString,
                 _registered_method=True)
+        self.Detach = channel.unary_unary(
+                '/snapshotd.v1.Job/Detach',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DetachReply.FromString,
+                _registered_method=True)
+        self.Attach = channel.unary_unary(
+                '/snapshotd.v1.Job/Attach',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.AttachReply.FromString,
+                _registered_method=True)
         self.Commit = channel.unary_unary(
                 '/snapshotd.v1.Job/Commit',
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
@@ -1889,6 +1899,20 @@ class JobServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detach(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request, context):
         """operator
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -1991,6 +2015,16 @@ def add_JobServicer_to_server(servicer, server):
                     servicer.Renew,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.RenewReply.SerializeToString,
+            ),
+            'Detach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detach,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DetachReply.SerializeToString,
+            ),
+            'Attach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.AttachReply.SerializeToString,
             ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
@@ -2110,6 +2144,60 @@ class Job:
             '/snapshotd.v1.Job/Renew',
             snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.RenewReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/Detach',
+            snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.DetachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/Attach',
+            snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.AttachReply.FromString,
             options,
             channel_credentials,
             insecure,

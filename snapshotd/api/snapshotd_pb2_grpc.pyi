@@ -552,6 +552,10 @@ class JobStub:
     """operator"""
     Renew: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.RenewReply]
     """operator"""
+    Detach: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.DetachReply]
+    """operator"""
+    Attach: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.AttachReply]
+    """operator"""
     Commit: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.Outcome]
     """operator"""
     Abort: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.AbortRequest, _snapshotd_pb2.Outcome]
@@ -588,6 +592,10 @@ class JobAsyncStub(JobStub):
     Begin: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.BeginJobRequest, _snapshotd_pb2.BeginJobReply]  # type: ignore[assignment]
     """operator"""
     Renew: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.RenewReply]  # type: ignore[assignment]
+    """operator"""
+    Detach: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.DetachReply]  # type: ignore[assignment]
+    """operator"""
+    Attach: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.AttachReply]  # type: ignore[assignment]
     """operator"""
     Commit: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.Outcome]  # type: ignore[assignment]
     """operator"""
@@ -634,6 +642,22 @@ class JobServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshotd_pb2.MoveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.RenewReply, _abc.Awaitable[_snapshotd_pb2.RenewReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Detach(
+        self,
+        request: _snapshotd_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.DetachReply, _abc.Awaitable[_snapshotd_pb2.DetachReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request: _snapshotd_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.AttachReply, _abc.Awaitable[_snapshotd_pb2.AttachReply]]:
         """operator"""
 
     @_abc_1.abstractmethod

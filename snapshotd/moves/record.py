@@ -59,7 +59,8 @@ class Begin(msgspec.Struct, frozen=True):
     coordinator: str = ""
     coordinator_node: str = ""
     coordinator_endpoint: str = ""
-    # "snapshot": of a rank that goes on (source), or of a job; "copy": of a snapshot's image (target); "rollback": of a job
+    # "snapshot": of a rank that goes on (source), or of a job; "copy": of a snapshot's image (target); "rollback": of a job;
+    # "job": gates that are closed for a job record, whose coordinator is the source
     kind: str = ""
 
     def same_request(self, other: Begin) -> bool:
@@ -147,6 +148,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     participants: list[JobPart] = []
     suspension: str = ""  # the record of the suspension that this one resumes; empty: it is a suspension
     done: list[str] = []  # the moves of participants that have carried out COMMIT: they are not asked again
+    gated: bool = False  # gates of the job are, or will be, closed for it; `gates_opened`: no more
     taken_back: str = ""  # why a resumption that was committed is ended: a copy died before it ran
 
     # source of a snapshot
@@ -232,6 +234,7 @@ class Fields(TypedDict, total=False):
     participants: list[JobPart]
     suspension: str
     done: list[str]
+    gated: bool
     taken_back: str
     continued: bool
     from_node: str

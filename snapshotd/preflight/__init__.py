@@ -56,7 +56,6 @@ nccl-environment     for an NCCL rank: warns if variables that `migrator run` pr
 nccl-host-id         … no other rank of its job on this node has the same NCCL_HOSTID
 facts                the facts that the target needs could be gathered
 job-coordinator      the job must be able to do without the source, if it coordinates the job's snapshots (a warning)
-suspend-nccl         to be suspended with its job, a rank must not be in an NCCL communicator
 ===================  ===================================================================================================
 
 ===================  ===================================================================================================

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from migrator.find_rank import Found
+from migrator.job_protocol import JobVerdict
 from migrator.job_results import JobOptions
-from migrator.jobs import finding, homes, walk
+from migrator.jobs import finding, gates, homes, walk
 from migrator.jobs.finding import find_running
 from migrator.jobs.resume import Resumption
 from migrator.jobs.suspend import Suspension
@@ -42,10 +43,15 @@ class Cluster:
         async def discarded(request: Any, timeout_s: float) -> pb.DiscardReply:
             return pb.DiscardReply()
 
+        async def reported(request: Any, timeout_s: float, *, retry: bool) -> Any:
+            return self.answers[node]
+
         yield SimpleNamespace(
             source=SimpleNamespace(Abort=answer),
             target=SimpleNamespace(Discard=discarded, GetCopy=answer),
             node=SimpleNamespace(ListRanks=answer),
+            job=SimpleNamespace(Attach=answer),
+            gate=SimpleNamespace(Report=reported),
         )
 
 
@@ -87,6 +93,79 @@ async def test_undone_resumption_names_copies_that_are_not_dropped() -> None:
     await run.discard(1.0)
     assert run.unconfirmed == ["rank 1: not confirmed by node-2: its copy is not dropped yet: held"]
     await run.close()
+
+
+# ---------------------------------------------------------------- NCCL
+
+
+@pytest.mark.parametrize("answer", [None, pb.AttachReply(abandoned="rank 1 has ended"), pb.AttachReply()])
+async def test_undo_names_communicators_that_are_not_built_again(answer: pb.AttachReply | None) -> None:
+    run = suspension(Cluster(**({"node_1": answer} if answer is not None else {})))
+    await run.put_back(1.0)
+    said = walk._after_undo(run)
+    assert (said == "running, as before") == (answer == pb.AttachReply())
+    assert ("rank 1 has ended" in said) == (answer is not None and bool(answer.abandoned))
+    await run.close()
+
+
+class Recorded(Suspension):
+    """A suspension whose steps are only recorded, and whose freeze fails."""
+
+    @property
+    def steps(self) -> dict[str, Any]:
+        return {call: self._record(call) for call in super().steps}
+
+    def _record(self, call: str) -> Any:
+        async def record(timeout_s: float) -> None:
+            ASKED.append(call)
+            if call == "Source.Freeze":
+                raise Unreachable("node-2 does not answer")
+
+        return record
+
+
+ASKED: list[str] = []
+
+
+@pytest.mark.parametrize("nccl", [False, True])
+async def test_gates_are_closed_and_put_back_only_for_jobs_with_communicators(
+    nccl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def aborted(run: Any, reason: str) -> pb.Outcome:
+        return pb.Outcome(kind=pb.ABORT)
+
+    monkeypatch.setattr(walk, "_abort", aborted)
+    ASKED.clear()
+    cluster: Any = Cluster()
+    run = Recorded(cluster, JobOptions("night"), RANKS, RANKS[0].node, lambda event: None)
+    run.nccl = nccl
+    result = await walk.drive(run)
+    assert (result.outcome, result.state) == (JobVerdict.UNDONE, "running, as before")
+    quiesce, attach = (["Gate.Close", "Job.Detach"], ["Job.Attach"]) if nccl else ([], [])
+    before = ["Source.Inspect", "Job.Begin", "Source.Begin"]
+    assert [*before, *quiesce, "Source.Freeze", "Source.Abort", *attach] == ASKED
+
+
+def world(rank: int, **more: Any) -> pb.GateReport:
+    comm = pb.Communicator(id="0" * 16, nranks=2, rank=rank, state="live", **more)
+    return pb.GateReport(processes=[pb.ProcessGate(rank_uid=f"night-{rank}", rank=rank, pid=7, communicators=[comm])])
+
+
+async def test_preflight_finds_communicators_and_refuses_what_cannot_be_taken_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gates, "LOOK_S", 0.0)
+
+    async def checks(*reports: pb.GateReport) -> tuple[bool, list[str]]:
+        cluster: Any = Cluster(node_1=reports[0], node_2=reports[1])
+        run = suspension(cluster)
+        found = await run.gates.check(run.description, ["node-1", "node-2"])
+        return run.gates.involved, [one.name for one in found if one.verdict == pb.Check.REFUSE]
+
+    assert await checks(pb.GateReport(), pb.GateReport()) == (False, [])
+    assert await checks(world(0), world(1)) == (True, [])
+    assert await checks(world(0), world(1, refusals=["it is one of MPI"])) == (True, ["nccl"])
+    assert await checks(world(0), pb.GateReport()) == (True, ["nccl-members"])
 
 
 # ---------------------------------------------------------------- the launcher

@@ -207,6 +207,7 @@ class Here:
                 GetNode=lambda request, timeout_s: called(get_node, request),
             ),
             source=SimpleNamespace(GetOutcome=self.cluster.answers.get_outcome),
+            job=SimpleNamespace(GetOutcome=self.cluster.answers.get_outcome),
             target=SimpleNamespace(GetCopy=self.cluster.answers.get_copy),
             gate=SimpleNamespace(
                 Report=lambda request, timeout_s: called(gates.report, request),

@@ -128,7 +128,8 @@ def members(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> Members:
             raise NcclFailed("ncclCommInitRank answers 6")
 
     monkeypatch.setattr(ncclctl, "attach", attach)
-    copy.log.begin, copy.log.move = SimpleNamespace(rank_uid="job-0", source_node="a"), MOVE
+    copy.log.begin = SimpleNamespace(rank_uid="job-0", source_node="a", coordinator="")
+    copy.log.move = MOVE
     moving = Moving(copy.log)
     return Members(Gated(), lambda move: moving)  # type: ignore[arg-type]
 

@@ -17,6 +17,7 @@ from snapshotd.moves.jobs import participants
 from snapshotd.moves.jobs.coordinator import JobSteps
 from snapshotd.moves.jobs.records import is_needed
 from snapshotd.moves.journal import Journal
+from snapshotd.moves.moving import Moving
 from snapshotd.moves.rules import Mark
 
 RECORD, FIRST, SECOND = (f"m-{number:012x}" for number in (1, 2, 3))
@@ -34,7 +35,13 @@ class Daemon:
         config = SimpleNamespace(node="node-1", advertise="10.0.0.1:7070", job_snapshots=True)
         self.journal = Journal(folder)
         node: Any = SimpleNamespace(config=config, journal=self.journal, client=self._client)
-        self.steps = JobSteps(node)
+        self.put_back: list[str] = []  # records whose gates were opened
+        communicators: Any = SimpleNamespace(put_back=self._put_back)
+        self.steps = JobSteps(node, communicators)
+
+    async def _put_back(self, moving: Moving) -> pb.AttachReply:
+        self.put_back.append(moving.log.move)
+        return pb.AttachReply()
 
     @asynccontextmanager
     async def _client(self, name: str, endpoint: str) -> AsyncIterator[Any]:
@@ -239,3 +246,30 @@ async def test_a_target_that_does_not_answer_does_not_keep_copies_on_others_runn
     with pytest.raises(Unreachable):
         await participants.end_copies(daemon.steps.node, daemon.journal.get(SECOND))
     assert reached == ["node-2"]
+
+
+async def test_resumption_is_not_committed_while_a_copy_lacks_its_communicators(daemon: Daemon) -> None:
+    await daemon.suspend()
+    await daemon.steps.begin(resumption(FIRST))
+    moves = [part.move for part in resumption(FIRST).participants]
+    daemon.copies = {move: pb.Copy(state=pb.Copy.HELD) for move in moves}
+    daemon.copies[moves[1]].unattached = True
+    with pytest.raises(Undone, match="rank 1 on node-2 is not ready"):
+        await daemon.steps.commit(FIRST)
+    daemon.copies[moves[1]].unattached = False
+    assert (await daemon.steps.commit(FIRST)).kind == pb.COMMIT
+
+
+@pytest.mark.parametrize("nccl", [False, True])
+async def test_record_is_not_settled_before_the_gates_are_open(daemon: Daemon, nccl: bool) -> None:
+    request = suspension()
+    request.nccl = nccl
+    await daemon.steps.begin(request)
+    await daemon.steps.abort(RECORD, "given up", "test")
+    daemon.stored = {part.move: pb.Outcome(kind=pb.ABORT) for part in request.participants}
+    await daemon.settle(RECORD)
+    assert daemon.put_back == [], "ranks are not thawed yet"
+    daemon.stored = {part.move: pb.Outcome(kind=pb.ABORT, settled=True) for part in request.participants}
+    await daemon.settle(RECORD)
+    assert set(daemon.put_back) == ({RECORD} if nccl else set())
+    assert daemon.journal.get(RECORD).last_mark is Mark.SETTLED

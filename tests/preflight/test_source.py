@@ -129,7 +129,7 @@ def test_all_checks_run_and_are_described(rank: Starter) -> None:
     assert list(checks) == [*SOURCE_CHECKS, "facts"]
     described = set(re.findall(r"^([a-z][a-z-]+)  +\S", preflight.__doc__ or "", re.MULTILINE))
     more = {"facts", "closed-files", "new-files", "gpu-offload-room", *GPU_CHECKS, *TARGET_GPU_CHECKS, *NCCL_CHECKS}
-    suspended = {"suspend-nccl", "job-coordinator"}
+    suspended = {"job-coordinator"}
     restored = {"image-content", "image-credentials", "image-priorities", "restored-files", "file-rights"}
     assert described == {*SOURCE_CHECKS, *TARGET_CHECKS, *more, *suspended, *restored}
 

@@ -29,6 +29,9 @@ RPC = {
     "Source.Inspect": "",
     "Job.Begin": "job_begin",
     "Source.Begin": "begin",
+    "Gate.Close": "",  # gates and communicators are not in the model
+    "Job.Detach": "",
+    "Job.Attach": "",
     "Source.Freeze": "freeze",
     "Source.Stream": "stream",
     "Job.Commit": "job_commit",

@@ -17,11 +17,12 @@ from snapshotd.api.errors import Busy, NotFound, SnapshotError, Undone, Usage, W
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import JobDecision, Part
 from snapshotd.moves.jobs import dropping, listing, participants, records, snapshots
+from snapshotd.moves.jobs.communicators import JobCommunicators
 from snapshotd.moves.jobs.rollback import Rollbacks, must_be_allowed, rolled_back_already
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
-from snapshotd.moves.record import Begin
+from snapshotd.moves.record import Begin, Fields
 from snapshotd.moves.record_parts import ClusterNode, JobPart
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.moves.steps import Steps, settle_loop, step
@@ -47,9 +48,9 @@ class JobSteps(Steps):
     role = "job"
     not_here = "this node has no job record {move}"
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, communicators: JobCommunicators) -> None:
         super().__init__(node.journal)
-        self.node = node
+        self.node, self.communicators = node, communicators
         self.rollbacks = Rollbacks(node, self.moves)
         self.deciding = asyncio.Lock()  # of two resumptions of one job, at most one begins, and at most one commits
 
@@ -85,7 +86,8 @@ class JobSteps(Steps):
         async with self.deciding:
             await in_thread(self._must_be_possible, request, parts)
             move_log = await in_thread(self.journal.begin, begin)
-            await in_thread(move_log.mark, Mark.BEGUN, participants=parts, suspension=request.suspension, nodes=nodes)
+            fields = Fields(participants=parts, suspension=request.suspension, gated=request.nccl, nodes=nodes)
+            await in_thread(move_log.mark, Mark.BEGUN, **fields)
             self._track(move_log)
         await reach(Point.JOB_BEGIN)
         return pb.BeginJobReply()
@@ -129,6 +131,19 @@ class JobSteps(Steps):
         moving = self.moving(record)
         moving.renew()
         return pb.RenewReply(lease_left_s=moving.log.begin.lease_s)
+
+    @step
+    async def detach(self, record: str) -> pb.DetachReply:
+        """Takes all communicators of the job down. Its gates are closed. If it fails some are down, and the driver aborts."""
+        async with self.working_on(record, "detach") as moving:
+            return await self.communicators.detach(moving)
+
+    @step
+    async def attach(self, record: str) -> pb.AttachReply:
+        """Builds the communicators again, also as part of an undo: then all ranks have been thawed."""
+        moving = self.moving(record)
+        async with self.ending(moving, "reattach"):
+            return await self.communicators.attach(moving)
 
     @step
     async def commit(self, record: str) -> pb.Outcome:
@@ -323,15 +338,18 @@ class JobSteps(Steps):
                     return
                 case JobDecision.CLOSE:
                     if move_log.last_mark is not Mark.SETTLED:
-                        await self._close(move_log, given_up=given_up)
+                        await self._close(moving, given_up=given_up)
                     return
                 case _:
                     return
 
-    async def _close(self, move_log: MoveLog, *, given_up: bool) -> None:
+    async def _close(self, moving: Moving, *, given_up: bool) -> None:
         """All have carried it out, or the job is given up. The images of a job that was resumed or given up are dropped
         first: they are of no use any more. A snapshot replaces the one before. Raises NotDropped."""
+        move_log = moving.log
         record = await in_thread(move_log.whole)
+        if record.gated:  # also of a suspended job: its processes have ended, and nodes forget their gates
+            await self.communicators.put_back(moving)
         if move_log.committed and move_log.begin.kind == "snapshot":
             for older in await in_thread(records.replaced_by, self.journal, move_log):
                 await self.give_up(older, f"replaced by {move_log.move}")

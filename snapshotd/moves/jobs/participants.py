@@ -87,4 +87,6 @@ async def ask_target(node: Node, part: JobPart) -> Part:
             found = await client.target.GetCopy(pb.MoveRequest(move=part.move), timeout_s=ASK_S)
     except SnapshotError:
         return Part.UNREACHABLE
+    if found.unattached:  # its communicators are down: it must not run
+        return Part.WORKING
     return job_rules.target_part(CopyState[pb.Copy.State.Name(found.state)])

@@ -61,7 +61,7 @@ class Communicators:
                 raise WrongState("the gates of the job are not closed", where=Where.SOURCE_RUNNING)
             membership = await self._learn(moving)
         await reach(Point.BEFORE_DETACH)
-        await self._detach_all(moving, membership)
+        await self.detach_all(moving, membership)
         processes = await self._processes(moving)
         await all_at_once(lambda each: ncclctl.close_devices(each, CLOSE_DEVICES_S), processes)
         await leftovers.must_be_none(processes)
@@ -78,7 +78,7 @@ class Communicators:
         membership = moving.log.record.communicators
         if membership is None:
             return pb.AttachReply()
-        return await self._build(moving, placed(membership, moving.log.begin.rank_uid, node), node)
+        return await self.build(moving, placed(membership, moving.log.begin.rank_uid, node), node)
 
     # ------------------------------------------------------------------ undo, with or without a driver
 
@@ -97,10 +97,10 @@ class Communicators:
         for again in (True, False):  # a short failure is retried once before it is reported
             try:
                 # Those that were built with the target's copy already are taken down first; the others are down.
-                await self._detach_all(moving, membership)
-                ended = ended_since(await self._reports(moving, nodes_of(membership)), membership)
+                await self.detach_all(moving, membership)
+                ended = ended_since(await self.reports(moving, nodes_of(membership)), membership)
                 wanted = {comm: members for comm, members in membership.items() if comm not in ended}
-                await self._build(moving, wanted, self.node.config.node)
+                await self.build(moving, wanted, self.node.config.node)
                 await self._leave_down(moving, membership, ended)
                 moving.unbuilt = ""
                 return
@@ -137,7 +137,7 @@ class Communicators:
                 return  # a call that may take minutes is not for a node that is down
             for uid in uids:
                 try:
-                    await self._detach_on(moving, name, comms, [uid], self.limit_s(membership))
+                    await self.detach_on(moving, name, comms, [uid], self.limit_s(membership))
                 except SnapshotError as error:
                     log.info("communicators of %s on %s were not taken down: %s", uid, name, error.message)
 
@@ -183,7 +183,7 @@ class Communicators:
 
     async def _answers(self, moving: Moving, name: str) -> bool:
         try:
-            async with self._client(moving, name) as client:
+            async with self.client(moving, name) as client:
                 await client.node.GetNode(pb.GetNodeRequest(), timeout_s=ALIVE_S)
         except (Unreachable, Timeout):
             return False
@@ -203,7 +203,7 @@ class Communicators:
             if name == here:
                 await self.members.gates.open(request.move, request.token, here, abandoned=abandoned)
                 return
-            async with self._client(moving, name) as client:
+            async with self.client(moving, name) as client:
                 await client.gate.Open(request, timeout_s=OPEN_S)
 
         names = [here, *(node.name for node in moving.nodes if node.name != here)]
@@ -213,14 +213,13 @@ class Communicators:
 
     # ------------------------------------------------------------------ parts
 
-    async def _build(self, moving: Moving, membership: Membership, node: str) -> pb.AttachReply:
+    async def build(self, moving: Moving, membership: Membership, node: str) -> pb.AttachReply:
         """Builds these communicators, with the rank's copy on `node`."""
         began = host.boottime_s()
         await reach(Point.BEFORE_ATTACH)
         if node != self.node.config.node:
             ready = pb.AttachRequest(move=moving.log.move, rank_uids=[moving.log.begin.rank_uid])
-            async with self._client(moving, node) as client:
-                await client.gate.Attach(ready, timeout_s=READY_S + GRACE_S)
+            await self.attach_request(moving, node, ready, READY_S + GRACE_S)
         gpus = await self._gpus(moving, nodes_of(membership))
         ids = await self._new_ids(moving, membership)
         await on_all(
@@ -243,7 +242,7 @@ class Communicators:
         """Every member of every communicator of the rank, from all nodes' reports; journalled."""
         begin = moving.log.begin
         names = [node.name for node in moving.nodes] or [self.node.config.node]
-        answers = await asyncio.gather(*(self._report(moving, name) for name in names), return_exceptions=True)
+        answers = await asyncio.gather(*(self.report(moving, name) for name in names), return_exceptions=True)
         reports = {
             name: answer for name, answer in zip(names, answers, strict=True) if isinstance(answer, pb.GateReport)
         }
@@ -264,32 +263,40 @@ class Communicators:
         )
         return membership
 
-    async def _report(self, moving: Moving, name: str) -> pb.GateReport:
+    async def report(self, moving: Moving, name: str) -> pb.GateReport:
         request = self._request(moving)
         if name == self.node.config.node:
             return await self.members.gates.report(request)
-        async with self._client(moving, name) as client:
+        async with self.client(moving, name) as client:
             return await client.gate.Report(request, timeout_s=REPORT_S)
 
-    async def _reports(self, moving: Moving, names: Sequence[str]) -> dict[str, pb.GateReport]:
-        answers = await asyncio.gather(*(self._report(moving, name) for name in names))
+    async def reports(self, moving: Moving, names: Sequence[str]) -> dict[str, pb.GateReport]:
+        answers = await asyncio.gather(*(self.report(moving, name) for name in names))
         return dict(zip(names, answers, strict=True))
 
-    async def _detach_all(self, moving: Moving, membership: Membership) -> None:
+    async def detach_all(self, moving: Moving, membership: Membership) -> None:
         limit_s = self.limit_s(membership)
         await on_all(
             nodes_of(membership),
-            lambda name: self._detach_on(moving, name, *on_node(membership, name), limit_s),
+            lambda name: self.detach_on(moving, name, *on_node(membership, name), limit_s),
         )
 
-    async def _detach_on(
-        self, moving: Moving, name: str, comms: Sequence[str], uids: Sequence[str], limit_s: float
+    async def detach_on(
+        self,
+        moving: Moving,
+        name: str,
+        comms: Sequence[str],
+        uids: Sequence[str],
+        limit_s: float,
+        *,
+        close_devices: bool = False,
     ) -> None:
         request = pb.DetachRequest(move=moving.log.move, comms=comms, rank_uids=uids, timeout_s=limit_s)
+        request.close_devices = close_devices
         if name == self.node.config.node:
             await self.members.detach(request, name)
             return
-        async with self._client(moving, name) as client:
+        async with self.client(moving, name) as client:
             await client.gate.Detach(request, timeout_s=limit_s + GRACE_S)
 
     async def _new_ids(self, moving: Moving, membership: Membership) -> dict[str, str]:
@@ -300,7 +307,7 @@ class Communicators:
             request = pb.NewIdRequest(move=moving.log.move, rank_uid=first.rank_uid, pid=first.pid, comm=comm)
             if first.node == self.node.config.node:
                 return (await self.members.new_id(request, first.node)).unique_id
-            async with self._client(moving, first.node) as client:
+            async with self.client(moving, first.node) as client:
                 return (await client.gate.NewId(request, timeout_s=NEW_ID_S + GRACE_S)).unique_id
 
         return {comm: await make(comm) for comm in sorted(membership)}
@@ -318,11 +325,15 @@ class Communicators:
         request = pb.AttachRequest(move=moving.log.move, rank_uids=uids, timeout_s=limit_s)
         for comm in comms:
             request.comms.add(comm=comm, unique_id=ids[comm], untried=untried(membership[comm], gpus))
+        await self.attach_request(moving, name, request, limit_s + 2 * GRACE_S)
+
+    async def attach_request(
+        self, moving: Moving, name: str, request: pb.AttachRequest, timeout_s: float
+    ) -> pb.AttachReply:
         if name == self.node.config.node:
-            await self.members.attach(request, name)
-            return
-        async with self._client(moving, name) as client:
-            await client.gate.Attach(request, timeout_s=limit_s + 2 * GRACE_S)
+            return await self.members.attach(request, name)
+        async with self.client(moving, name) as client:
+            return await client.gate.Attach(request, timeout_s=timeout_s)
 
     async def _gpus(self, moving: Moving, names: Iterable[str]) -> dict[str, frozenset[str]]:
         """The GPUs of every rank on these nodes, by its uid."""
@@ -330,7 +341,7 @@ class Communicators:
         async def ask(name: str) -> list[pb.Rank]:
             if name == self.node.config.node:
                 return await ranks_of(self.node)
-            async with self._client(moving, name) as client:
+            async with self.client(moving, name) as client:
                 return list((await client.node.ListRanks(pb.ListRanksRequest(), timeout_s=LIST_S)).ranks)
 
         found: dict[str, frozenset[str]] = {}
@@ -346,7 +357,7 @@ class Communicators:
             if name == self.node.config.node:
                 await self.members.give_up(moving.log.move, name)
                 return
-            async with self._client(moving, name) as client:
+            async with self.client(moving, name) as client:
                 await client.gate.GiveUp(pb.MoveRequest(move=moving.log.move), timeout_s=GIVE_UP_S)
         except SnapshotError as error:
             log.info("node %s could not be told to give up: %s", name, error.message)
@@ -356,7 +367,7 @@ class Communicators:
         members = sum(map(len, membership.values()))
         return self.node.config.nccl_timeout_s + members * self.node.config.nccl_member_timeout_ms / 1000
 
-    def _client(self, moving: Moving, name: str) -> DaemonClient:
+    def client(self, moving: Moving, name: str) -> DaemonClient:
         begin = moving.log.begin
         endpoints = {node.name: node.endpoint for node in moving.nodes}
         endpoints.setdefault(begin.target_node, begin.target_endpoint)

@@ -97,6 +97,16 @@ async def report(gated: Sequence[GateProcess]) -> pb.GateReport:
     return pb.GateReport(processes=[to_proto(*pair) for pair in zip(gated, found, strict=True)])
 
 
+def of_copy(move_log: MoveLog, processes: Sequence[tree.Process]) -> list[pb.ProcessGate]:
+    """The reports of a held copy, whose shim runs. Blocking."""
+    begin, found = move_log.begin, []
+    for process in processes:
+        inner_pid = tree.inner_pid(process.pid)
+        gated = GateProcess(begin.rank_uid, begin.rank, inner_pid, process.pid, process.start_ticks)
+        found.append(to_proto(gated, ncclctl.read(process)))
+    return found
+
+
 def alive(move_log: MoveLog) -> list[GateProcess]:
     return [each for each in move_log.record.gate_processes if each.process.alive()]
 

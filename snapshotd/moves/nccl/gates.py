@@ -120,12 +120,24 @@ class GateSteps(Steps):
         if self.journal.find(check_move_id(move)) is None:
             return pb.OpenReply(opened=True)
         moving = self.moving(move)
+        if moving.log.begin.kind == "job":
+            return await self._open_for_coordinator(moving, caller, abandoned=abandoned)
         outcome = next((item for item in Outcome if rules.proves(token, moving.log.nonce, item.value, move)), None)
         if outcome is None:
             raise Denied(f"that is not the source's token for move {move}")
         async with moving.lock:
             if outcome is Outcome.COMMIT or caller == moving.log.begin.source_node:
                 await self._learn(moving, outcome, "the source's token", "source", abandoned=abandoned)
+            await self._settle_once(moving)
+        opened = moving.log.last_mark is Mark.SETTLED
+        return pb.OpenReply(opened=opened, waiting_for="" if opened else moving.waiting_for)
+
+    async def _open_for_coordinator(self, moving: Moving, caller: str, *, abandoned: bool) -> pb.OpenReply:
+        """The ranks of a job that was suspended, or snapshotted, run here behind their gates, or have ended."""
+        if caller != moving.log.begin.source_node:
+            raise Denied(f"{caller} does not coordinate {moving.log.move}")
+        async with moving.lock:
+            await self._learn(moving, Outcome.ABORT, "the ranks go on here", "coordinator", abandoned=abandoned)
             await self._settle_once(moving)
         opened = moving.log.last_mark is Mark.SETTLED
         return pb.OpenReply(opened=opened, waiting_for="" if opened else moving.waiting_for)
@@ -201,6 +213,8 @@ class GateSteps(Steps):
     async def _ask(self, moving: Moving) -> GateFacts:
         """The source's outcome, and whether the target runs the rank. No answer counts as undecided."""
         begin, request = moving.log.begin, pb.MoveRequest(move=moving.log.move)
+        if begin.kind == "job":
+            return await self._ask_coordinator(moving)
         outcome: Outcome | None = None
         undone = unknowing = abandoned = False
         silent_s = 0.0
@@ -234,6 +248,24 @@ class GateSteps(Steps):
         silent, lost = silent_s > SILENT_S, silent_s > LOST_S
         down = (silent or unknowing) and await self._down(moving.log)
         return GateFacts(moving.log.last_mark, None, outcome, undone, unknowing, silent, target, lost, down, abandoned)
+
+    async def _ask_coordinator(self, moving: Moving) -> GateFacts:
+        """Whether the coordinator of a job, which opens the gates, never will: it has settled its record, or lost it,
+        or is silent for too long. What is down here then stays down."""
+        begin = moving.log.begin
+        try:
+            async with self.node.client(begin.source_node, begin.source_endpoint) as client:
+                answer = await client.job.GetOutcome(pb.MoveRequest(move=begin.move), timeout_s=5)
+            moving.answered_s = host.boottime_s()
+            over = answer.settled
+        except NotFound:
+            over = True
+        except SnapshotError:
+            over = host.boottime_s() - moving.answered_s > LOST_S
+        if not over:
+            return GateFacts(moving.log.last_mark, None)
+        down = await self._down(moving.log)
+        return GateFacts(moving.log.last_mark, None, Outcome.ABORT, source_undone=True, abandoned=down)
 
     async def _down(self, move_log: MoveLog) -> bool:
         """Whether a process here has a communicator that is not attached, or does not say."""
@@ -270,6 +302,7 @@ class GateSteps(Steps):
             boot_id=host.boot_id(),
             begun_unix_s=time.time(),
             user_id=request.user_id,
+            kind="job" if request.whole_job else "",
         )
         move_log = await in_thread(self.journal.begin, begin)
         await in_thread(move_log.mark, Mark.GATED, gate_processes=list(having))

@@ -19,7 +19,7 @@ from snapshotd.api.errors import Denied, NcclFailed, RankGone, SnapshotError, Wh
 from snapshotd.inprocess import nccl_lines, ncclctl
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
-from snapshotd.moves.nccl import gate_processes, held_copy
+from snapshotd.moves.nccl import gate_processes, held_copy, leftovers
 from snapshotd.moves.nccl.gates import GateSteps
 from snapshotd.moves.record_parts import GateProcess
 from snapshotd.moves.rules import Mark
@@ -39,11 +39,17 @@ LIMIT_MAX_S = 3 * 3600.0
 
 
 class Members:
-    """One instance per daemon. `held_copy`: the move's copy here, if this node is its target and the copy may not run yet."""
+    """One instance per daemon. `held_copy`: the move's copy here, if this node is its target and the copy may not run yet.
+    `held_of_job`: the same for all copies of a job record that resumes a job."""
 
-    def __init__(self, gates: GateSteps, held_copy: Callable[[str], Moving | None]) -> None:
+    def __init__(
+        self,
+        gates: GateSteps,
+        held_copy: Callable[[str], Moving | None],
+        held_of_job: Callable[[str], Sequence[Moving]] = lambda _record: (),
+    ) -> None:
         self.gates = gates
-        self._held_copy = held_copy
+        self._held_copy, self._held_of_job = held_copy, held_of_job
         self._building: defaultdict[str, set[threading.Event]] = defaultdict(set)  # by move; set: give up
 
     async def adopt_copies(self) -> None:
@@ -72,6 +78,10 @@ class Members:
             found = await in_thread(gate_processes.members, moving.log, request.rank_uids)
             async with _members_only(found):
                 await all_at_once(lambda each: ncclctl.detach(each.process, comms, limit_s), found)
+                if request.close_devices:
+                    processes = [each.process for each in found]
+                    await all_at_once(lambda each: ncclctl.close_devices(each, CLOSE_DEVICES_S), processes)
+                    await leftovers.must_be_none(processes)
             log.info("move %s: took %d communicators down in %d processes", request.move, len(comms), len(found))
             await reach(Point.DETACHED)
         return pb.DetachReply(comms=len(comms), seconds=host.boottime_s() - began)
@@ -79,8 +89,7 @@ class Members:
     @step
     async def new_id(self, request: pb.NewIdRequest, caller: str) -> pb.NewIdReply:
         """Makes an id for a communicator, in its member with rank 0. That process runs until the Attach that follows."""
-        copy = self._copy_of(request.move, [request.rank_uid])
-        if copy is not None:
+        for copy in self._copies_of(request.move, [request.rank_uid]):
             _only_the_source(copy.log, caller)
             async with copy.lock:
                 self._may_wake(copy)
@@ -101,10 +110,10 @@ class Members:
         """
         lines = [nccl_lines.attach_line(each.comm, each.unique_id, untried=each.untried) for each in request.comms]
         began, limit_s = host.boottime_s(), _limit_s(request.timeout_s, ATTACH_S)
-        copy = self._copy_of(request.move, request.rank_uids)
-        staying = set(request.rank_uids) - ({copy.log.begin.rank_uid} if copy else set())
-        given_up = threading.Event()
-        work = [self._attach_copy(copy, lines, limit_s, caller, given_up)] if copy is not None else []
+        copies = self._copies_of(request.move, request.rank_uids)
+        staying = set(request.rank_uids) - {copy.log.begin.rank_uid for copy in copies}
+        given_up, reports = threading.Event(), list[pb.ProcessGate]()
+        work = [self._attach_copy(copy, lines, limit_s, caller, given_up, reports) for copy in copies]
         if staying:
             work.append(self._attach_here(self.gates.moving(request.move), staying, lines, limit_s, caller, given_up))
         self._building[request.move].add(given_up)
@@ -117,12 +126,12 @@ class Members:
         if lines:
             log.info("move %s: built %d communicators again", request.move, len(lines))
             await reach(Point.ATTACHED)
-        return pb.AttachReply(comms=len(lines), seconds=host.boottime_s() - began)
+        return pb.AttachReply(comms=len(lines), seconds=host.boottime_s() - began, processes=reports)
 
     async def give_up(self, move: str, caller: str) -> pb.GiveUpReply:
         """Another member has failed: ends the wait of those here. Their own Attach reports the failure."""
-        copy, building = self._held_copy(check_move_id(move)), self._building.get(move, ())
-        _only_the_source((copy or self.gates.moving(move)).log, caller)
+        copies, building = self._copies(check_move_id(move)), self._building.get(move, ())
+        _only_the_source((copies[0] if copies else self.gates.moving(move)).log, caller)
         fresh = [given_up for given_up in building if not given_up.is_set()]
         for given_up in fresh:
             given_up.set()
@@ -131,18 +140,33 @@ class Members:
         return pb.GiveUpReply(building=bool(building))
 
     async def _attach_copy(
-        self, copy: Moving, lines: list[str], limit_s: float, caller: str, given_up: threading.Event
+        self,
+        copy: Moving,
+        lines: list[str],
+        limit_s: float,
+        caller: str,
+        given_up: threading.Event,
+        reports: list[pb.ProcessGate],
     ) -> None:
+        """Adds the reports of a copy that is to be resumed with its job, if no communicator is named."""
         _only_the_source(copy.log, caller)
+        resumes = bool(copy.log.begin.coordinator)
+        if resumes and not copy.log.record.nccl_processes:
+            return
         async with copy.lock:
             self._may_wake(copy)
             try:
                 processes = await held_copy.wake_shim(copy.log)
                 await self._check_places(copy.log, processes)
-                if not lines:
-                    return
-                await reach(Point.ATTACHING)
-                await _build(processes, lines, limit_s, given_up)
+                if lines:
+                    await reach(Point.ATTACHING)
+                    await _build(processes, lines, limit_s, given_up)
+                elif resumes:
+                    reports += (found := await in_thread(gate_processes.of_copy, copy.log, processes))
+                    if any(comm.state in ncclctl.DOWN for one in found for comm in one.communicators):
+                        return
+                if resumes:
+                    await in_thread(copy.log.mark, Mark.HELD, attached=True)
             except BaseException:
                 await held_copy.still(copy.log)
                 raise
@@ -196,9 +220,13 @@ class Members:
             raise RankGone(f"the gates here were opened for move {moving.log.move} before", where=Where.UNKNOWN)
         self.gates.must_be_open(moving)
 
-    def _copy_of(self, move: str, rank_uids: Iterable[str]) -> Moving | None:
-        copy = self._held_copy(check_move_id(move))
-        return copy if copy is not None and copy.log.begin.rank_uid in set(rank_uids) else None
+    def _copies_of(self, move: str, rank_uids: Collection[str]) -> list[Moving]:
+        """The held copies of these ranks, for a move or for a job record."""
+        return [copy for copy in self._copies(check_move_id(move)) if copy.log.begin.rank_uid in rank_uids]
+
+    def _copies(self, move: str) -> list[Moving]:
+        copy = self._held_copy(move)
+        return [copy] if copy is not None else list(self._held_of_job(move))
 
     def _may_wake(self, copy: Moving) -> None:
         if self._held_copy(copy.log.move) is not copy:  # it was held before this call got the lock
@@ -274,5 +302,6 @@ def _new_id(processes: Sequence[Process], inner_pid: int) -> str:
 
 
 def _only_the_source(move_log: MoveLog, caller: str) -> None:
-    if caller != move_log.begin.source_node:
-        raise Denied(f"{caller} is not the source of move {move_log.move}")
+    begin = move_log.begin
+    if caller != (begin.coordinator_node if begin.coordinator else begin.source_node):
+        raise Denied(f"{caller} is not the source of move {move_log.move}, nor the coordinator of its job")

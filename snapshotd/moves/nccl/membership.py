@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.inprocess import ncclctl
 from snapshotd.moves.record_parts import Member
 
 #: Every communicator's members, by its id.
@@ -43,6 +44,55 @@ def membership_of(reports: Mapping[str, pb.GateReport], rank_uid: str) -> tuple[
                 " must be started with `migrator run`, on a node of the cluster that answers"
             )
     return {comm: found[comm] for comm in mine}, problems
+
+
+def whole(reports: Mapping[str, pb.GateReport]) -> tuple[Membership, list[str]]:
+    """The members of all communicators of a job at its cut, and the problems that prevent taking them down. One whose
+    creation waits at the gate is left out: its members make it after the cut."""
+    found, sizes = _all_members(reports)
+    problems = []
+    for node, report in reports.items():
+        for process in report.processes:
+            for comm in process.communicators:
+                reasons = [*comm.refusals, *filter(None, [comm.unfinished])]
+                problems += [f"communicator {comm.id} rank {process.rank} on {node}: {why}" for why in reasons]
+    return found, [*problems, *_incomplete(found, sizes)]
+
+
+def down_of(reports: Mapping[str, pb.GateReport]) -> tuple[Membership, list[str]]:
+    """The communicators of a job that are down on at least one member and can be built again, and why others cannot be."""
+    found, sizes = _all_members(reports)
+    down = {
+        comm.id
+        for report in reports.values()
+        for process in report.processes
+        for comm in process.communicators
+        if comm.state in ncclctl.DOWN
+    }
+    wanted = {comm: found[comm] for comm in down}
+    missing = _incomplete(wanted, sizes)
+    broken = {problem.split()[1] for problem in missing}
+    return {comm: members for comm, members in wanted.items() if comm not in broken}, missing
+
+
+def _all_members(reports: Mapping[str, pb.GateReport]) -> tuple[Membership, dict[str, int]]:
+    found: Membership = {}
+    sizes: dict[str, int] = {}
+    for node, report in reports.items():
+        for process in report.processes:
+            for comm in process.communicators:
+                if not comm.creation_waits:
+                    found.setdefault(comm.id, []).append(Member(node, process.rank_uid, process.pid, comm.rank))
+                    sizes.setdefault(comm.id, comm.nranks)
+    return found, sizes
+
+
+def _incomplete(membership: Membership, sizes: Mapping[str, int]) -> list[str]:
+    return [
+        f"communicator {comm} has {sizes[comm]} members, and only {taken} of them are there"
+        for comm, members in sorted(membership.items())
+        if (taken := sorted(member.rank for member in members)) != list(range(sizes[comm]))
+    ]
 
 
 def ended_since(reports: Mapping[str, pb.GateReport], membership: Membership) -> Membership:

@@ -73,9 +73,7 @@ class SourceSteps(SourceSettling):
         with span("find connections"):
             rewires, more = await in_thread(connections.look, entry.group.pids(), places)
         checks += more
-        if request.suspend:
-            checks += await suspended.checks(entry)
-        else:
+        if not request.suspend:
             checks += suspended.coordinator_checks(entry, self.node.config.node)
         other = self._pending(entry.group.pids())
         if entry.moving or other:

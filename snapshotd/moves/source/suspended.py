@@ -12,29 +12,11 @@ from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
-from snapshotd.moves.nccl import gate_processes
 from snapshotd.moves.node import Node
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.source import freeze
 from snapshotd.moves.where import where_of
 from snapshotd.runtime.blocking import in_thread
-
-_REMEDY = "end the job by itself (its own checkpoint), or move its ranks one by one with `migrator move`"
-
-
-async def checks(entry: RankEntry) -> list[pb.Check]:
-    """What a rank must not use if it is to be suspended, although it could move."""
-    found = []
-    if await gate_processes.find([entry]):
-        found.append(
-            pb.Check(
-                name="suspend-nccl",
-                verdict=pb.Check.REFUSE,
-                reason="the rank is in NCCL communicators, and such ranks cannot be suspended yet",
-                remedy=_REMEDY,
-            )
-        )
-    return found
 
 
 def coordinator_checks(entry: RankEntry, node: str) -> list[pb.Check]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Usage
@@ -61,6 +62,23 @@ async def prepare(node: Node, signatures: SourceSignatures, request: pb.PrepareR
     await in_thread(move_log.mark, Mark.PREPARED)
     await reach(Point.PREPARE)
     return move_log
+
+
+def is_held(moving: Moving) -> bool:
+    """Whether a restored copy is here that may neither run nor be dropped yet."""
+    move_log = moving.log
+    return move_log.last_mark is Mark.HELD and move_log.outcome is None and move_log.copy_exists()
+
+
+def held_of(moves: Iterable[Moving], record: str) -> list[Moving]:
+    """All copies that are held for a record that resumes a job."""
+    return [moving for moving in moves if moving.log.begin.coordinator == record and is_held(moving)]
+
+
+def is_unattached(move_log: MoveLog) -> bool:
+    """Whether the communicators of a copy that is resumed with its job are not built again yet."""
+    record = move_log.record
+    return bool(move_log.begin.coordinator and record.nccl_processes and not record.attached)
 
 
 async def settle(node: Node, receivers: BulkReceivers, moving: Moving) -> None:

@@ -232,7 +232,8 @@ class TargetSteps(TargetSettling):
                 log.info("restored rank %s, held", moving.log.begin.rank)
                 await reach(Point.RESTORE)
         receipt = rules.proof(moving.log.nonce, "HELD", move)
-        return pb.RestoreReply(held_receipt=receipt, seconds=host.boottime_s() - began, parts=parts.all)
+        nccl = bool(moving.log.record.nccl_processes)
+        return pb.RestoreReply(held_receipt=receipt, seconds=host.boottime_s() - began, parts=parts.all, nccl=nccl)
 
     async def _restore(self, moving: Moving, parts: Parts) -> None:
         move = moving.log.move
@@ -330,7 +331,9 @@ class TargetSteps(TargetSettling):
             async with moving.lock:  # not while a declaration is examined
                 state = rules.target_answer(facts_of(found))
                 moving.source_seen_s = host.boottime_s()
-        return pb.Copy(state=pb.Copy.State.Value(state.name), abandoned=found.known.abandoned)
+        unattached = state is CopyState.HELD and copies.is_unattached(found)
+        name = pb.Copy.State.Value(state.name)
+        return pb.Copy(state=name, abandoned=found.known.abandoned, unattached=unattached)
 
     @step
     async def declare_source_dead(self, move: str, by: str) -> pb.ActivateReply:
@@ -378,9 +381,7 @@ class TargetSteps(TargetSettling):
     def held(self, move: str) -> Moving | None:
         """The move whose copy is held here: it may neither run nor be dropped yet."""
         moving = self.moves.get(move)
-        if moving is None or moving.log.last_mark is not Mark.HELD or moving.log.outcome is not None:
-            return None
-        return moving if moving.log.copy_exists() else None
+        return moving if moving is not None and copies.is_held(moving) else None
 
     def must_be_open(self, moving: Moving) -> None:
         super().must_be_open(moving)
