@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from typing import Any
 
 import pytest
 
 from integration.gpu_nodes import GpuCluster
-from integration.harness import PATIENCE_S, Cluster, until
+from integration.harness import MIGRATOR, PATIENCE_S, Cluster, until
 from integration.nccl_nodes import NcclJob, unsettled
 from snapshotd.runtime.faults import Point
 
@@ -79,6 +80,7 @@ def test_nccl_job_is_suspended_resumed_snapshotted_and_rolled_back(nodes: Cluste
     job.ends_well()
 
 
+@pytest.mark.sampled(1, group="whole NCCL jobs")
 @pytest.mark.timeout(1200)
 def test_tensor_pipeline_and_data_parallel_job_is_rolled_back_after_two_ranks_were_killed(wide: Cluster) -> None:
     """Eight ranks in eight communicators and more, on three nodes; one of them comes back on another node."""
@@ -96,8 +98,10 @@ def test_tensor_pipeline_and_data_parallel_job_is_rolled_back_after_two_ranks_we
     job.ends_well()
 
 
+@pytest.mark.sampled(1, group="whole NCCL jobs")
 @pytest.mark.timeout(1200)
-def test_nccl_job_with_device_memory_is_snapshotted_and_rolled_back(lab: GpuCluster) -> None:
+def test_nccl_job_with_device_memory_is_rolled_back_after_a_rank_was_killed_during_a_snapshot(lab: GpuCluster) -> None:
+    """The snapshot is undone, and the one before it is kept. The other rank gets NCCL's errors; its failure is held back."""
     nodes = lab.cluster
     job = NcclJob(nodes, [ONE, TWO], gpus=lab.nodes, device_mib=8, buffer_mib=1)
     name = job.ranks[0].name
@@ -107,7 +111,17 @@ def test_nccl_job_with_device_memory_is_snapshotted_and_rolled_back(lab: GpuClus
     job.await_progress()
     _job(nodes, "snapshot", name)
     job.await_progress()
+    nodes.fault(ONE, Point.BEFORE_ATTACH, "wait")
+    command = [*MIGRATOR, "job", "snapshot", name, "--json"]
+    with subprocess.Popen(command, env=nodes.environment(), stdout=subprocess.PIPE, text=True) as asked:
+        until("the ranks to go on behind their gates", lambda: nodes.fired(ONE) or asked.poll() is not None)
+        assert asked.poll() is None, nodes.logs()
+        os.kill(_processes(nodes, job)[0], signal.SIGKILL)
+        (nodes.run_dir(ONE) / f"{Point.BEFORE_ATTACH}.go").touch()
+        out, _ = asked.communicate(timeout=2 * PATIENCE_S)
+    assert asked.returncode == UNDONE, f"{out}\n{nodes.logs()}"
+    assert "never built again" in json.loads(out)["reason"], out
     _job(nodes, "rollback", name, "--on", f"1={SPARE}")
     job.await_progress()
     until("rank 1 on the GPU of the spare", lambda: lab.used_bytes(SPARE) > 8 << 20)
-    job.ends_well()
+    job.ends_well(failed_once=True)
