@@ -78,45 +78,39 @@ def test_ddp_job_is_rolled_back_onto_another_node_after_its_node_was_lost(torch_
 
 @pytest.mark.timeout(900)
 def test_protected_ddp_job_goes_on_after_a_rank_was_killed_and_a_node_lost(torch_lab: TorchLab) -> None:
-    """`migrator protect` rolls the job back without being asked. Its keepers hold back the failure of the killed rank and of
-    the rank that waits for it, so the launchers notice nothing."""
+    """`migrator run --protect` rolls the job back without being asked. Its keepers hold back the failure of the killed rank
+    and of the rank that waits for it, so the launchers notice nothing."""
     nodes = torch_lab.cluster
-    job = torch_lab.plain("ddp.py", "--pace-s", "0.05", "--until", "{end}", nodes=(ONE, TWO), name="protected")
+    torch_lab.run_options = ("--protect", "10m", "--cluster", str(nodes.lab.cluster_path))
+    job = torch_lab.plain("ddp.py", "--pace-s", "0.1", "--until", "{end}", nodes=(ONE, TWO), name="protected")
+    said = job.agents[0].text
     job.await_steps(5)
-    said = nodes.folder / "protect.out"
-    with said.open("w") as out:
-        guard = subprocess.Popen(
-            [*MIGRATOR, "protect", job.name, "--every", "600", "--tries", "20"],
-            env=nodes.environment(),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        until("the first snapshot", lambda: ", paused " in said.read_text())
-        job.await_progress(3)
-        ranks = nodes.processes_of(str(job.end))
-        (one,) = [pid for pid in ranks if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
-        os.kill(one, signal.SIGKILL)
-        until("the rollback", lambda: ", down " in said.read_text(), 240)
-        job.await_progress(3)
-        assert all(agent.process.poll() is None for agent in job.agents), job.text()
-        assert len(nodes.processes_of(str(job.end))) == 2
-        nodes.move(job.agents[0], SPARE, rank=1)
-        job.await_progress(3)
-        before = said.read_text().count(", down ")
-        nodes.lab.crash(SPARE)  # nobody declares it dead: it counts as cut off when it was silent for long
-        until("the second rollback", lambda: said.read_text().count(", down ") > before, 240)
-        job.await_progress(3)
-        nodes.lab.boot(SPARE)
-        assert job.where() == {0: ONE, 1: TWO}
-        job.end.touch()
-        assert job.finish() == [0, 0], f"{job.text()}\n{nodes.logs()}"
-        torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
-        until("the end of the protection", lambda: guard.poll() == 0)
-        assert "the job has ended" in said.read_text()
-    finally:
-        guard.kill()
-        guard.wait()
+    until("the first snapshot", lambda: ", paused " in said())
+    until("one of the job in training", lambda: nodes.migrator("job", "snapshot", job.name).returncode == 0)
+    job.await_progress(3)
+    ranks = nodes.processes_of(str(job.end))
+    (one,) = [pid for pid in ranks if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(one, signal.SIGKILL)
+    until("the rollback", lambda: ", down " in said(), 240)
+    job.await_progress(3)
+    assert all(agent.process.poll() is None for agent in job.agents), job.text()
+    assert len(nodes.processes_of(str(job.end))) == 2
+    nodes.move(job.agents[0], SPARE, rank=1)
+    job.await_progress(3)
+    before = said().count(", down ")
+    nodes.lab.crash(SPARE)  # nobody declares it dead: it counts as cut off when it was silent for long
+    until("the second rollback", lambda: said().count(", down ") > before, 240)
+    job.await_progress(3)
+    nodes.lab.boot(SPARE)
+    assert job.where() == {0: ONE, 1: TWO}
+    rollbacks = json.loads(nodes.migrator("history", "--job", job.name, "--json").stdout)["rollbacks"]
+    assert any("(killed by signal 9)" in one["reason"] for one in rollbacks)
+    assert any(one["text"].endswith(f"{SPARE} lost (does not answer)") for one in rollbacks)
+    assert all(one["lost_s"] > 0 and one["down_s"] > 0 for one in rollbacks), rollbacks
+    job.end.touch()
+    assert job.finish() == [0, 0], f"{job.text()}\n{nodes.logs()}"
+    torch_lab.run_options = ()
+    torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
     until("the snapshot to be removed with its job", lambda: _snapshots(nodes, job.name) == [])
     until("nothing to be left", lambda: not nodes.leftovers())
 

@@ -20,7 +20,9 @@ class JobOptions:
     lease_s: float = 30.0
     on: Mapping[int, str] = field(default_factory=dict)  # resume, rollback: the nodes of ranks that go elsewhere
     lost: frozenset[str] = frozenset()  # rollback: nodes that the operator declares dead
-    reason: str = ""  # rollback
+    reason: str = ""  # rollback: what happened, for the history
+    replayed_output: str = ""  # rollback: "suppress", "mark" or "pass"; empty: as `migrator run` was told
+    down_for_s: float = 0.0  # rollback: for how long the job has not run by now, if that is known
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The record in numbers: every interruption with its cause, decision and pause, and what moving ranks has saved. Pure.
 
-An interruption is one rank that had to leave its node for one cause. It is resolved without lost progress if the rank was
-moved: a move continues in the middle of a step. Everything here is computed from the records of the event log, which can be
-verified.
+An interruption is one rank that had to leave its node for one cause, or a job that was rolled back. It is resolved without
+lost progress if the rank was moved: a move continues in the middle of a step. A rollback is not: work was lost. Everything
+here is computed from the records of the event log, which can be verified.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from migrator.autopilot.chain import Record
 from migrator.autopilot.model import OUT, MoveState, NodeState
 
 CLASSES = ("hardware", "network", "planned", "software", "unknown")
+ALL_RANKS = -1
+ROLLED_BACK = "rolled back"
 _UP = {NodeState.HEALTHY, NodeState.RETURNED, NodeState.SUSPECT}
 
 
@@ -22,19 +24,20 @@ _UP = {NodeState.HEALTHY, NodeState.RETURNED, NodeState.SUSPECT}
 class Interruption:
     rank_uid: str
     job: str
-    rank: int
+    rank: int  # ALL_RANKS: the whole job
     node: str
     cause: str
     cause_class: str
     detected_unix_s: float
     decided_unix_s: float = 0.0
     ended_unix_s: float = 0.0
-    outcome: str = "waiting"  # moved, lost, moving, not moved, or waiting
+    outcome: str = "waiting"  # moved, lost, moving, not moved, rolled back, or waiting
     target: str = ""
     attempts: int = 0
     pause_s: float = 0.0
     gpus: int = 0
     text: str = ""  # the reason of the decision, or why nothing could be done
+    lost_s: float | None = 0.0  # of a rollback: the work that was lost; None: unknown how much
     moves: list[str] = field(default_factory=list)
 
     @property
@@ -83,6 +86,10 @@ class Report:
     restart_minutes: float
     nodes: list[NodeTimes]
 
+    @property
+    def rollbacks(self) -> list[Interruption]:
+        return [one for one in self.interruptions if one.outcome == ROLLED_BACK]
+
     def to_json(self) -> dict[str, Any]:
         return {
             "since_unix_s": round(self.since_unix_s, 3),
@@ -92,6 +99,8 @@ class Report:
             "by_class": {name: share.to_json() for name, share in self.by_class.items()},
             "gpu_seconds": round(self.gpu_seconds, 3),
             "saved_gpu_hours": round(self.saved_gpu_hours, 3),
+            "rollbacks": len(self.rollbacks),
+            "lost_s": round(sum(one.lost_s or 0.0 for one in self.rollbacks), 3),
             "checkpoint_minutes": self.checkpoint_minutes,
             "restart_minutes": self.restart_minutes,
             "nodes": [asdict(node) for node in self.nodes],
@@ -157,6 +166,8 @@ def interruptions(records: Iterable[Record]) -> list[Interruption]:
             one.outcome, one.ended_unix_s = known.get(data["state"], "not moved"), record.unix_s
             one.pause_s += data["pause_s"]
             one.text = data["result"] or one.text
+        elif record.kind == "rollback":
+            found["", record.node, data["record"]] = _rolled_back(data)
         elif record.kind == "alert" and "rank_uid" in data:
             one = found.setdefault(_key(data), _new(data))
             one.text = record.text.partition(": ")[2]
@@ -181,6 +192,24 @@ def _new(data: dict[str, Any]) -> Interruption:
         cause=data["cause"],
         cause_class=data["cause_class"],
         detected_unix_s=data["detected_unix_s"],
+    )
+
+
+def _rolled_back(data: dict[str, Any]) -> Interruption:
+    return Interruption(
+        rank_uid="",
+        job=data["job_key"],
+        rank=ALL_RANKS,
+        node="",
+        cause=data["reason"],
+        cause_class="unknown",
+        detected_unix_s=max(0.0, data["ended_unix_s"] - data["down_s"]) if data["resumed"] else data["begun_unix_s"],
+        decided_unix_s=data["begun_unix_s"],
+        ended_unix_s=data["ended_unix_s"],
+        outcome=ROLLED_BACK,
+        pause_s=data["down_s"],
+        text=data["text"],
+        lost_s=data["lost_s"],
     )
 
 

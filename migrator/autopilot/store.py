@@ -19,6 +19,7 @@ from migrator.autopilot.database import Transaction
 from migrator.autopilot.model import OUT, Alarm, HealthReport, Move, MoveState, NodeState, Order, Proposal
 from migrator.autopilot.outside_alarms import OutsideAlarms
 from migrator.autopilot.proposals import Proposals
+from migrator.autopilot.rollbacks import RollbackRecords
 from snapshotd.api.errors import WrongState
 
 T = TypeVar("T", Alarm, Move)
@@ -49,7 +50,7 @@ class Stored:
     proposals: tuple[Proposal, ...] = ()  # those whose cause is still there, answered or not
 
 
-class Store(Proposals, OutsideAlarms):
+class Store(Proposals, OutsideAlarms, RollbackRecords):
     """The current state, with everything that changes it."""
 
     def __init__(self, *given: Any) -> None:

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from migrator import rollbacks
 from migrator.autopilot import convert
 from migrator.autopilot.model import Node, Rank
+from migrator.autopilot.rollbacks import is_sane
 from migrator.autopilot.store import Store
 from migrator.cluster import Cluster
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient, UnknownMethod
 from snapshotd.api.errors import SnapshotError
+
+log = logging.getLogger(__name__)
 
 #: How long one poll waits for an event. GPUs and ranks are looked at at least that often.
 POLL_S = 10.0
@@ -72,6 +77,7 @@ class Watcher:
         self._look_now = asyncio.Event()
         self._allowance = Allowance()
         self._is_flood = False  # it has used up what it may have recorded
+        self._rollbacks_s = 0.0  # when it was last asked for rollbacks
 
     @property
     def silent_s(self) -> float:
@@ -108,6 +114,7 @@ class Watcher:
         )
         labels = self.cluster.labels.get(self.node, {})
         seen = Sighting(convert.node(self.node, labels, info), convert.ranks(self.node, ranks), asked)
+        await self._record_rollbacks(client)
         before, self.sighting = self.sighting, seen
         returned, self.error, self.silent_since = self.error is not None, None, None
         if news or returned or before is None or before.ranks != seen.ranks or before.node != seen.node:
@@ -139,6 +146,20 @@ class Watcher:
             news = await self.store.take_in(report, with_events=not flood) or news
             if flood or not reply.more:
                 return news
+
+    async def _record_rollbacks(self, client: DaemonClient) -> None:
+        """Records the rollbacks of jobs that this node has coordinated. The daemon keeps them for days."""
+        if not self._records or time.monotonic() < self._rollbacks_s + POLL_S:
+            return
+        self._rollbacks_s = time.monotonic()
+        try:
+            reply = await rollbacks.listed(client, CALL_S)
+        except SnapshotError as error:  # the ranks count more; it is asked again
+            log.warning("%s does not list its rollbacks: %s", self.node, error.message)
+            return
+        new = await self.store.new_rollbacks(self.node, rollbacks.ended(self.node, reply)) if is_sane(reply) else []
+        if new and self._allowance.take(len(new)):
+            await self.store.record_rollbacks(self.node, new)
 
     async def _pause(self, wait_s: float) -> None:
         """Until a look at the ranks is needed, but not longer than that."""

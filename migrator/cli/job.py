@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from migrator import formatting, users
-from migrator.cli import arguments, output
+from migrator.cli import arguments, output, protection
 from migrator.cli.interrupts import Interrupts
 from migrator.job_protocol import JobVerdict
 from migrator.job_results import JobOptions, JobResult
@@ -85,6 +85,7 @@ def add(verbs: arguments.Verbs) -> None:
         metavar="RANK=NODE",
         help="node for a rank; can be repeated",
     )
+    add_replayed_output(rolling)
     for one in (suspending, resuming, snapshotting, rolling):
         arguments.add_limits(one, "it", "the daemons", JobOptions.lease_s)
     listing = inner.add("list", _list, "list suspended jobs, snapshots, and those that are being made or resumed")
@@ -112,6 +113,16 @@ def add(verbs: arguments.Verbs) -> None:
         one.add_argument("--user", type=arguments.user, metavar="NAME|UID", help="user who has started it")
 
 
+def add_replayed_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        protection.REPLAYED_OPTION,
+        choices=protection.REPLAYED,
+        default="",
+        help="what is done with output that the ranks print again: leave it out as long as it is identical, print it between"
+        " two lines that say so, or print it (default: what `migrator run` was given, else suppress)",
+    )
+
+
 def _rank_on_node(text: str) -> tuple[int, str]:
     rank, equals, node = text.partition("=")
     if not equals:
@@ -137,7 +148,10 @@ def _snapshot(options: argparse.Namespace) -> int:
 
 def _rollback(options: argparse.Namespace) -> int:
     on = _one_each(options.on)
-    asked = JobOptions(options.job, options.user, options.timeout, options.lease, on, frozenset(options.lost))
+    asked = JobOptions(
+        *(options.job, options.user, options.timeout, options.lease, on, frozenset(options.lost)),
+        replayed_output=options.replayed_output,
+    )
     return _act(options, "rollback", asked)
 
 

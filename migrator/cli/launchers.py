@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from migrator.cli import caches, no_ranks
+from migrator.cli import caches, no_ranks, protection
 from migrator.cli.command_words import PYTHON, program, started_by, unwrapped
 
 _KEEPER = Path(__file__).parents[2] / "shim" / "keeper"
@@ -151,6 +151,7 @@ def launcher_environment(
     device_memory: str | None = None,
     allow_unprotected: bool = False,
     nccl_safe: bool = False,
+    protect: dict[str, str] | None = None,
 ) -> dict[str, str]:
     """The launcher's environment; `interpreter` is the one that has this package."""
     made = {**STORE_PRESETS, **environment, INTERPRETER: interpreter, "PYTHON_EXEC": str(WORKER_PYTHON)}
@@ -167,12 +168,12 @@ def launcher_environment(
         made[CAUTIOUS] = "1"
     if device_memory is not None:
         made[DEVICE_MEMORY_VARIABLE] = device_memory
-    return made
+    return made | (protect or {})
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The worker's environment, without our variables: a launcher that the worker starts belongs to the worker's rank."""
-    own = (INTERPRETER, FORMER, SHIMLESS, UNPROTECTED, CAUTIOUS, JOB, no_ranks.VARIABLE)
+    own = (INTERPRETER, FORMER, SHIMLESS, UNPROTECTED, CAUTIOUS, JOB, no_ranks.VARIABLE, *protection.VARIABLES)
     made = {name: value for name, value in environment.items() if name not in own}
     made.pop("PYTHON_EXEC", None)
     if FORMER in environment:

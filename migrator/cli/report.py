@@ -23,7 +23,20 @@ if TYPE_CHECKING:
     from migrator.autopilot.chain import Record
     from migrator.autopilot.report import Interruption, Report, Share
 
-HEADS = ("DETECTED", "CLASS", "NODE", "JOB", "RANK", "OUTCOME", "TO", "DECIDED AFTER", "PAUSE", "GPU-S", "CAUSE")
+HEADS = (
+    "DETECTED",
+    "CLASS",
+    "NODE",
+    "JOB",
+    "RANK",
+    "OUTCOME",
+    "TO",
+    "DECIDED AFTER",
+    "PAUSE",
+    "LOST",
+    "GPU-S",
+    "CAUSE",
+)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -160,13 +173,14 @@ def _cells(one: Interruption) -> tuple[str, ...]:
     return (
         stamp(one.detected_unix_s),
         one.cause_class,
-        one.node,
+        one.node or "-",
         one.job.partition("/")[2],
-        str(one.rank),
+        str(one.rank) if one.rank >= 0 else "all",
         one.outcome,
         one.target or "-",
         formatting.seconds(max(0.0, after)) if after is not None else "-",
         formatting.seconds(one.pause_s) if one.pause_s else "-",
+        "unknown" if one.lost_s is None else formatting.seconds(one.lost_s) if one.lost_s else "-",
         f"{one.gpu_seconds:.1f}",
         one.cause,
     )
@@ -183,9 +197,16 @@ def _headlines(made: Report) -> list[tuple[str, str]]:
         ("interruptions resolved without lost progress", _percent(made.total)),
         ("the same without software faults", _percent(made.without_software)),
         *((f"  {name}", _percent(share)) for name, share in made.by_class.items()),
+        *([("work lost in rollbacks", _lost(made))] if made.rollbacks else []),
         ("GPU-seconds that jobs waited for moves", f"{made.gpu_seconds:.1f}"),
         (f"GPU-hours saved ({basis})", f"{made.saved_gpu_hours:.1f}"),
     ]
+
+
+def _lost(made: Report) -> str:
+    known = [one.lost_s for one in made.rollbacks if one.lost_s is not None]
+    more = " and more" if len(known) < len(made.rollbacks) else ""
+    return f"{sum(known):.0f} s{more} ({len(made.rollbacks)} rollback{'' if len(made.rollbacks) == 1 else 's'})"
 
 
 def _node_rows(made: Report) -> list[tuple[str, ...]]:
@@ -200,7 +221,7 @@ def _text(made: Report) -> None:
     output.grid([(name, value) for name, value in _headlines(made)])
     if made.interruptions:
         print()
-        output.table(HEADS, [_cells(one) for one in made.interruptions], right=("RANK", "PAUSE", "GPU-S"))
+        output.table(HEADS, [_cells(one) for one in made.interruptions], right=("RANK", "PAUSE", "LOST", "GPU-S"))
     if made.nodes:
         print()
         output.table(("NODE", "FAILURES", "MTBF", "MTTR"), _node_rows(made), right=("FAILURES", "MTBF", "MTTR"))

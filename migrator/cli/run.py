@@ -11,10 +11,11 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from migrator import formatting
-from migrator.cli import caches, command_words, launchers, no_ranks, starters
+from migrator.cli import caches, command_words, intervals, launchers, no_ranks, protection, starters
 
 if TYPE_CHECKING:
     from shim.keeper.library import Library
@@ -23,7 +24,8 @@ FAILED = 125
 KEEPER_SOCKET = "/run/snapshotd/keeper.sock"
 MAX_RANK = 1 << 24
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
-_WITH_VALUE = ("--job", "--rank", "--device-memory", "--cluster", "--lab")
+_WITH_VALUE = ("--job", "--rank", "--device-memory", "--replayed-output", "--cluster", "--lab")
+_PROTECT = "--protect"  # its value may be left out
 
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")
 
@@ -36,6 +38,7 @@ examples:
   migrator run -- torchrun --nnodes 4 … train.py        every worker is a rank; also python -m torch.distributed.run
   migrator run -- accelerate launch … train.py          the same: deepspeed, mpirun, mpiexec
   migrator run --launcher -- ./start.sh                 the ranks are what it starts with torchrun
+  migrator run --protect 5m -- python train.py          every 5 minutes a snapshot, to which the job goes back after a loss
 
 The job is named after $MIGRATOR_JOB, the Slurm job, the torchrun run id, or else the script: train.py is job train, and
 train-2 if a job train of yours runs already. The rank is $RANK, $SLURM_PROCID, $OMPI_COMM_WORLD_RANK,
@@ -74,7 +77,8 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="migrator run",
         usage="migrator run [--job NAME] [--rank N | --launcher] [--device-memory driver|offload]"
-        " [--nccl-safe] [--no-shim] [--allow-unprotected] [--json] -- CMD …",
+        " [--protect [5m|auto]] [--replayed-output suppress|mark|pass] [--nccl-safe] [--no-shim]"
+        " [--allow-unprotected] [--json] -- CMD …",
         description=SUMMARY,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -95,6 +99,21 @@ def parser() -> argparse.ArgumentParser:
         f"(default: ${launchers.DEVICE_MEMORY_VARIABLE}, else {launchers.DEVICE_MEMORY_DEFAULT})",
     )
     made.add_argument(
+        _PROTECT,
+        nargs="?",
+        const=intervals.DEFAULT,
+        metavar="5m|auto",
+        help="take a snapshot of the whole job at intervals (300, 90s, 5m, 2h; auto: what costs least), and roll the job back"
+        f" when it has lost a rank or a node: `migrator protect` runs beside rank 0. Give it to all ranks (without a value:"
+        f" {intervals.DEFAULT}; default: ${protection.VARIABLE}, else the job is not protected)",
+    )
+    made.add_argument(
+        protection.REPLAYED_OPTION,
+        choices=protection.REPLAYED,
+        help="what is done with output that the rank prints again after a rollback: leave it out as long as it is identical,"
+        f" print it between two lines that say so, or print it (default: ${protection.REPLAYED_VARIABLE}, else suppress)",
+    )
+    made.add_argument(
         "--nccl-safe",
         action="store_true",
         help="switch off NCCL's features that may keep something when communicators are taken down (RAS, NVLink SHARP, host"
@@ -110,9 +129,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--json", action="store_true", help="print errors of this program as JSON; the command's output is unchanged"
     )
-    made.add_argument(
-        "--cluster", "--lab", help=argparse.SUPPRESS
-    )  # accepted by every verb; a rank needs only its own node
+    # Accepted by every verb. A rank needs only its own node; its protection needs the cluster.
+    made.add_argument("--cluster", help=argparse.SUPPRESS)
+    made.add_argument("--lab", help=argparse.SUPPRESS)
     made.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD …", help="command to run, and its arguments")
     return made
 
@@ -127,15 +146,16 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
         if not command:
             raise _Wrong("no command given; write it after --: migrator run -- CMD …")
         environment = dict(os.environ)
+        protect = _protection(options, environment)
         if options.worker:
             command = [launchers.worker_python(environment, os.getppid()), *command]
             if (nested := launchers.nested(command)) is not None:
                 return _become(nested, environment)
             no_ranks.report(environment)
         elif starters.name_of(command):
-            return _start(command, options)
+            return _start(command, options, protect)
         elif options.launcher or launchers.is_launcher(command):
-            return _launch(command, options)
+            return _launch(command, options, protect)
         else:
             launchers.must_keep_its_processes(command)
             _warn_of_work_elsewhere(command)
@@ -156,6 +176,7 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
             environment = environment if library is None else prepared
         from shim.keeper import home
 
+        is_guarded = protection.is_guard(rank, os.environ)
         alone = not options.worker and stands_alone(options.job, options.rank, os.environ)
         return home.run(
             command,
@@ -166,6 +187,8 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
             preload=library,
             alone=alone,
             allow_unprotected=allowed,
+            replayed=protection.replayed(options.replayed_output, os.environ),
+            companion=partial(protection.argv, protect, rank) if is_guarded and protect else None,
         )
     except _Unprotected as error:
         return _fail(str(error), remedy=error.remedy, as_json="--json" in own)
@@ -201,7 +224,21 @@ def _library(environment: Mapping[str, str], allowed: bool) -> Library | None:
         return None
 
 
-def _launch(command: Sequence[str], options: argparse.Namespace) -> int:
+def _protection(options: argparse.Namespace, environment: dict[str, str]) -> protection.Wanted | None:
+    """How the job is to be protected. The rank itself does not get our variables."""
+    try:
+        found = protection.wanted(options.protect, options.cluster, options.lab, environment)
+    except ValueError as error:
+        raise _Wrong(str(error)) from None
+    if not options.worker:
+        for name in protection.VARIABLES:
+            environment.pop(name, None)
+    if found is not None and options.no_shim and options.protect is not None:
+        _warn("a GPU rank without the library cannot be snapshotted; leave --no-shim out to protect one")
+    return found
+
+
+def _launch(command: Sequence[str], options: argparse.Namespace, protect: protection.Wanted | None) -> int:
     """Becomes the launcher. Each of its workers calls `migrator run --worker`."""
     if options.rank is not None:
         raise _Wrong("--rank cannot be used with a launcher, which numbers its ranks itself")
@@ -219,6 +256,10 @@ def _launch(command: Sequence[str], options: argparse.Namespace) -> int:
         options.device_memory,
         options.allow_unprotected,
         options.nccl_safe,
+        {
+            **(protect.variables if protect is not None else {}),
+            protection.REPLAYED_VARIABLE: protection.replayed(options.replayed_output, os.environ),
+        },
     )
     made = launchers.launching(command, environment)
     words = command_words.program(command_words.unwrapped(command)) or command
@@ -226,7 +267,7 @@ def _launch(command: Sequence[str], options: argparse.Namespace) -> int:
     return _become(made, environment)
 
 
-def _start(command: Sequence[str], options: argparse.Namespace) -> int:
+def _start(command: Sequence[str], options: argparse.Namespace, protect: protection.Wanted | None) -> int:
     """Becomes a program that starts commands, such as mpirun. Each of these calls `migrator run` by itself."""
     name = starters.name_of(command)
     if options.rank is not None:
@@ -245,6 +286,9 @@ def _start(command: Sequence[str], options: argparse.Namespace) -> int:
     prefix += ["--nccl-safe"] if options.nccl_safe else []
     prefix += ["--no-shim"] if options.no_shim else []
     prefix += ["--allow-unprotected"] if options.allow_unprotected else []
+    prefix += protect.options if protect is not None else []
+    if options.replayed_output is not None:
+        prefix += [protection.REPLAYED_OPTION, options.replayed_output]
     return _become(starters.with_prefix(command, [*prefix, "--"]), os.environ)
 
 
@@ -289,7 +333,10 @@ def _split(arguments: Sequence[str], given: int) -> tuple[list[str], list[str]]:
     for index in range(given, len(words)):
         if words[index] == "--":
             return words[:index], words[index + 1 :]
-        if not words[index].startswith("-") and words[index - 1] not in _WITH_VALUE:
+        is_value = index > 0 and (
+            words[index - 1] in _WITH_VALUE or (words[index - 1] == _PROTECT and intervals.is_one(words[index]))
+        )
+        if not words[index].startswith("-") and not is_value:
             return words[:index], words[index:]  # `migrator run CMD …`: a later `--` belongs to the command
     return words, []
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from migrator import jobs
 from migrator.cluster import Cluster
@@ -22,6 +22,7 @@ from migrator.jobs import interval
 from migrator.jobs.finding import all_jobs, mine_of
 from migrator.jobs.recall import recall
 from migrator.jobs.tries import Tries
+from migrator.rollbacks import all_rollbacks, described
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Ambiguous, SnapshotError
 
@@ -38,6 +39,9 @@ class Sight:
     since_s: dict[str, float] = field(default_factory=dict)  # uid of a rank that is missing -> since when
     nodes: dict[str, str] = field(default_factory=dict)  # uid -> the node that had it last
     ranks: dict[str, pb.Rank] = field(default_factory=dict)  # uid -> as it was seen last
+    well_s: float | None = None  # when nothing was wrong, for the last time
+    first_home: str = ""  # the home node of rank 0
+    first_silent_s: float | None = None  # since when that does not answer
 
     def trouble(self, ranks: Sequence[Found], silent: Mapping[str, object], now_s: float) -> str:
         """What is wrong with the job; empty: nothing, as far as can be seen. `ranks`: all that nodes know of the job."""
@@ -45,9 +49,11 @@ class Sight:
         for uid, one in here.items():
             self.nodes[uid], self.ranks[uid] = one.node, one.rank
             if one.rank.HasField("failed"):
-                return f"rank {one.rank.rank} on {one.node} failed ({described(one.rank.failed)})"
+                return f"rank {one.rank.rank} on {one.node} failed ({failure(one.rank.failed)})"
         missing = {uid: node for uid, node in self.nodes.items() if uid not in here}
         self.since_s = {uid: self.since_s.get(uid, now_s) for uid in missing}
+        if not missing and here:
+            self.well_s = now_s
         for uid, node in missing.items():
             known = node in silent or any(one.rank.uid == uid for one in ranks)
             if known and now_s - self.since_s[uid] >= LOST_S:
@@ -59,12 +65,22 @@ class Sight:
         known = {one.rank.uid for one in ranks}
         return [rank for uid, rank in self.ranks.items() if uid not in known and self.nodes[uid] not in silent]
 
+    def first_is_lost(self, ranks: Sequence[Found], silent: Mapping[str, object], now_s: float) -> bool:
+        """Whether the home node of rank 0 has not answered for long."""
+        homes = [one.rank.home_node or one.node for one in ranks if one.rank.rank == 0]
+        self.first_home = homes[0] if homes else self.first_home
+        if self.first_home not in silent:
+            self.first_silent_s = None
+            return False
+        self.first_silent_s = now_s if self.first_silent_s is None else self.first_silent_s
+        return now_s - self.first_silent_s >= LOST_S
+
     def has_ended(self, ranks: Sequence[Found], silent: Mapping[str, object]) -> bool:
         """Whether no node knows a rank of the job."""
         return not ranks and not silent and bool(self.nodes)
 
 
-def described(status: int) -> str:
+def failure(status: int) -> str:
     """A wait status in words."""
     return f"killed by signal {status & 127}" if status & 127 else f"exit status {status >> 8}"
 
@@ -78,20 +94,26 @@ class Protection:
         tries: int,
         say: Callable[[str], None],
         node_mtbf_s: float = interval.NODE_MTBF_S,
+        *,
+        stands_by: bool = False,
+        first_s: float = 0.0,
     ) -> None:
-        """`every_s` None: what costs least for the measured pause and `node_mtbf_s`, the time between failures of a node."""
+        """`every_s` None: what costs least for the measured pause and `node_mtbf_s`, the time between failures of a node.
+        `stands_by`: another one, beside the home keeper of rank 0, protects the job as long as that keeper's node answers.
+        `first_s`: the time until the first snapshot, for a job that has just been started."""
         self.cluster, self.options, self.every_s, self.say = cluster, options, every_s, say
         self.node_mtbf_s = node_mtbf_s
+        self.stands_by, self.first_s = stands_by, first_s
+        self._said_no = ""  # why there is no snapshot
         self.said_s = 0.0  # the interval that was announced last
         self.sight = Sight()
-        self.snapshot_s = 0.0  # when the last one was taken
         self.tries = Tries(tries)
         self.boots: dict[str, str] = {}  # node -> its boot id when all ranks were there for the last time
         self.recalled = False  # whether the records of the job were read
 
     async def run(self) -> int:
         """Runs until the job has ended, or has failed too often. Returns the exit code."""
-        next_s = time.monotonic()
+        next_s = time.monotonic() + self.first_s
         self.boots = await self._boots()
         while True:
             found, silent = await all_ranks(self.cluster)
@@ -102,7 +124,13 @@ class Protection:
                 self.say("the job has ended")
                 return 0
             rebooted = await self._rebooted(self.sight.forgotten(mine, silent))
-            if trouble := waits or self.sight.trouble(mine, silent, now_s) or rebooted:
+            trouble = waits or self.sight.trouble(mine, silent, now_s) or rebooted
+            if self.stands_by:
+                if self.sight.first_is_lost(mine, silent, now_s):
+                    self.say(f"{self.sight.first_home}, where the job was protected from, does not answer: taking over")
+                    self.stands_by = self.recalled = False
+                    continue
+            elif trouble:
                 if not self.tries.failed(now_s):
                     self.say(f"{trouble}, after {self.tries.count} rollbacks: it is passed on")
                     return 1
@@ -158,22 +186,29 @@ class Protection:
         try:
             result = await jobs.snapshot(self.cluster, self.options, lambda event: None)
         except SnapshotError as error:
-            self.say(f"no snapshot was taken: {error.message}")
+            self._no_snapshot(f"{error.message}; {error.advice}" if error.advice else error.message)
             return None
         if result.outcome is not JobVerdict.SNAPSHOTTED:
-            self.say(f"no snapshot was taken: {result.reason}")
+            self._no_snapshot(result.reason)
             return None
-        self.snapshot_s, self.recalled, self.boots = time.monotonic(), True, boots
-        self.tries.snapshot(self.snapshot_s)
+        self.recalled, self.boots, self._said_no = True, boots, ""
+        self.tries.snapshot(time.monotonic())
         self.say(f"snapshot {result.record}: {result.bytes >> 20} MiB, paused {result.pause_s:.2f} s")
         return result.pause_s
 
+    def _no_snapshot(self, why: str) -> None:
+        """Says it once for each reason: it is tried again every few seconds."""
+        if why != self._said_no:
+            self.say(f"no snapshot was taken: {why}")
+        self._said_no = why
+
     async def _roll_back(self, trouble: str) -> None:
-        began_s = time.monotonic()
+        down_for_s = time.monotonic() - self.sight.well_s if self.sight.well_s is not None else 0.0
         self.say(f"{trouble}: rolling the job back")
         boots = await self._boots()
         try:
-            result = await jobs.rollback(self.cluster, self.options, lambda event: None)
+            asked = replace(self.options, reason=trouble, down_for_s=down_for_s)
+            result = await jobs.rollback(self.cluster, asked, lambda event: None)
         except SnapshotError as error:
             self.say(f"the job could not be rolled back: {error.message}")
             await asyncio.sleep(AGAIN_S)
@@ -184,5 +219,9 @@ class Protection:
         self.tries.rolled_back(time.monotonic())
         self.boots = boots
         self.sight = Sight(nodes={one.uid: one.node for one in result.ranks})
-        lost = f" {began_s - self.snapshot_s:.0f} s" if self.snapshot_s else ""
-        self.say(f"rolled back{lost}, down {time.monotonic() - began_s:.1f} s, {trouble}")
+        found, _ = await all_rollbacks(self.cluster)
+        mine = [one for one in found if (one.job, one.user_id) == (result.job, result.user_id)]
+        if mine:
+            self.say(max(mine, key=lambda one: one.ended_unix_s).words)
+        else:  # the coordinator does not answer just now
+            self.say(described(None, down_for_s + result.seconds, trouble))

@@ -137,6 +137,7 @@ class Resumption(JobRun):
                 nodes=self.nodes,
                 ranks=ranks,
                 image_node=part.image_node,
+                replayed_output=self.options.replayed_output,
             )
             reply = await (await self.client(part.node)).target.Prepare(request, timeout_s=timeout_s)
             self.nonces[part.move] = reply.nonce

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from migrator.cluster import Cluster
@@ -88,13 +88,19 @@ async def _decide(cluster: Cluster, mine: Sequence[JobEntry], options: JobOption
         snapshot=entry.record.record,
         nodes=await node_addresses(cluster, infos),
         lost_nodes=sorted(options.lost),
-        reason=options.reason,
+        reason=options.reason or _asked_for(options.lost),
+        down_for_s=options.down_for_s,
     )
     async with cluster.client(entry.node) as client:
         await client.job.Rollback(request, timeout_s=60)
         listed = await client.job.List(pb.ListJobsRequest(), timeout_s=ASK_S)
     record = next(one for one in listed.jobs if one.record == request.record)
     return JobEntry(entry.node, record), on
+
+
+def _asked_for(lost: Collection[str]) -> str:
+    """The reason if an operator gave none."""
+    return f"{', '.join(sorted(lost))} lost (declared dead)" if lost else "asked for with `migrator job rollback`"
 
 
 def _of_one_job(snapshots: Sequence[JobEntry], job: str) -> JobEntry:

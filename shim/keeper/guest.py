@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shim.keeper import frames, namespaces, report, signals
+from shim.keeper.channels import PTY
 from shim.keeper.holdback import HoldBack
 from shim.keeper.link import BYE_S, Link
 from shim.keeper.loop import Loop
@@ -88,6 +89,9 @@ class GuestKeeper:
         self._relay = GuestEnd(self.loop, self._stdio, self._send_relay, self._deliver)
         self._stdio.may_spool = self._relay.is_cut_off
         self._relay.run = str(orders.get("run", ""))
+        self._relay.replayed = str(orders.get("replayed", ""))
+        if any(channel.kind == PTY for channel in self._stdio.channels):
+            self._relay.typed = self._failure.typed
         handed = state.get("signals", {})
         self._relay.last_signal_id = int(handed.get("last", 0))
         self._queued += [int(number) for number in handed.get("queued", [])]
@@ -230,6 +234,7 @@ class GuestKeeper:
             self.loop.after(BYE_S, self.loop.leave)
 
     def _deliver(self, number: int) -> None:
+        self._failure.asked_to_end(number)
         if self._held_move:
             self._queued.append(number)
         elif self._status is None and self._pid:

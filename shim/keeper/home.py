@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shim.keeper import frames, report, signals
 from shim.keeper.child import Child, rank_environment
@@ -23,9 +23,12 @@ from shim.keeper.holdback import HoldBack
 from shim.keeper.library import Library
 from shim.keeper.link import BYE_S, Link
 from shim.keeper.loop import Loop, Wish
-from shim.keeper.relay import HomeEnd
+from shim.keeper.relay import SUPPRESS, HomeEnd
 from shim.keeper.stdio import Stdio, TooMuchToHandOver
 from shim.keeper.tail import Tail
+
+if TYPE_CHECKING:
+    from shim.keeper.companion import Companion
 
 CANNOT_REGISTER = 125
 DAEMON_WAIT_S = 10.0
@@ -41,16 +44,26 @@ def run(
     preload: Library | None = None,
     alone: bool = False,
     allow_unprotected: bool = False,
+    companion: Callable[[str], Sequence[str]] | None = None,
+    replayed: str = SUPPRESS,
 ) -> int:
     """Runs `argv` as a rank. Returns its exit code, or ends by the signal that ended the rank.
 
     `preload`: the library that is preloaded into it. `alone`: the job has no other rank, and its name may get a suffix.
-    `allow_unprotected`: it runs even if the daemon cannot talk to that library."""
+    `allow_unprotected`: it runs even if the daemon cannot talk to that library. `companion`: what runs beside the rank.
+    `replayed`: what is done with output that it prints again after a rollback."""
     made = rank_environment(environment or os.environ, preload.path if preload is not None else None)
     keeper = HomeKeeper(argv, job, rank, keeper_sock, made, alone, preload, allow_unprotected)
+    keeper.set_replayed(replayed)
+    if companion is not None:
+        from shim.keeper.companion import Companion  # not for every rank
+
+        keeper.companion = Companion(companion, lambda: keeper.loop, _say)
     try:
         keeper.loop.run()
     finally:
+        if keeper.companion is not None:
+            keeper.companion.end()
         keeper.leave_terminal()
     status = keeper.final_status
     if os.WIFSIGNALED(status):
@@ -97,6 +110,7 @@ class HomeKeeper:
         self._end_status: int | None = None  # the rank's wait status, from whichever node it ended on
         self._is_telling = False
         self._failure = HoldBack(lambda: self.loop, self._tell_failure, self._pass_on)
+        self.companion: Companion | None = None
 
         ignored = signals.ignored_by_launcher()
         mask = {signal.Signals(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
@@ -119,6 +133,18 @@ class HomeKeeper:
         self.loop.after(DAEMON_WAIT_S, self._give_up_waiting)
         if self._front.keyboard.terminal is not None:
             self.loop.after(1.0, self._look_at_foreground)
+
+    def set_replayed(self, how: str) -> None:
+        """What is done with output that the rank prints again after a rollback."""
+        self._relay.replayed, self._relay.say = how, self._say_in_order
+
+    def _say_in_order(self, text: str) -> None:
+        """Says it on stderr, after what the rank has written there."""
+        found = [one.name for one in self._front.channels if one.has_output and 2 in one.fds]
+        if found:
+            self._stdio.tails[found[0]].append(f"migrator run: {text}\n".encode())
+        else:
+            _say(text)
 
     # ---- the daemon
 
@@ -176,6 +202,8 @@ class HomeKeeper:
             self._node = {"home_node": str(fields.get("node", "")), "home_endpoint": str(fields.get("endpoint", ""))}
             self._front.enter_terminal()
             self._child.go()
+            if self.companion is not None:
+                self.companion.start(self._uid)
         else:
             self._relay.again()
         if self._is_telling:
@@ -277,6 +305,7 @@ class HomeKeeper:
                 self._front.enter_terminal()
 
     def _forward(self, number: int) -> None:
+        self._failure.asked_to_end(number)
         if self._held_move:
             self._queued.append(number)
         elif self._away_node:
@@ -373,6 +402,8 @@ class HomeKeeper:
 
     def _type(self) -> None:
         data = self._front.keyboard.read()
+        if self._front.has_terminal:
+            self._failure.typed(data)
         keyboard = self._relay.keyboard
         keyboard.append(data)
         self._relay.keyboard_ended = not self._front.keyboard.is_open

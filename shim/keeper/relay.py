@@ -5,8 +5,9 @@ applied exactly once, in order. For that, each carries an absolute offset (or id
 acknowledged, and both sides agree on the offsets (`sync`) after every interruption and whenever one of them makes no
 progress, whatever the others do: a signal may be lost while output flows.
 
-    guest -> home   sync {in, sig, run, from}    sender's position: input taken, last signal taken; after a rollback also
-                                                 which one, and where its output begins
+    guest -> home   sync {in, sig, run, from, replay}  sender's position: input taken, last signal taken; after a rollback
+                                                 also which one, where its output begins, and what to do with output that
+                                                 is printed again
     home -> guest   sync {out, shut, win, in, sig}  sender's position: output received per channel, input and signals that it
                                                  has no longer; then what guest lacks
     home -> guest   resync {}                    send sync again: something is missing
@@ -33,6 +34,10 @@ OUT_WINDOW_BYTES = 1 << 20
 IN_WINDOW_BYTES = 1 << 18
 CHUNK_BYTES = 1 << 16
 STALL_S = 2.0
+#: What is done with output that a rank prints again after a rollback.
+SUPPRESS, MARK, PASS = REPLAYED = ("suppress", "mark", "pass")
+BEGIN_MARK = "the job was rolled back: output is repeated from here on"
+END_MARK = "the repeated output ends here"
 #: An interruption that lasts longer is not the restart of a daemon: the rank continues without its readers.
 CUT_OFF_S = 2.0
 
@@ -50,6 +55,7 @@ class GuestEnd:
         self._sent = {name: tail.base for name, tail in stdio.tails.items()}
         self._begins = dict(self._sent)
         self.run = ""  # after a rollback: its record
+        self.replayed = ""  # and what is done with output that is printed again; empty: as the home keeper was told
         self._acked_in = stdio.in_offset
         self._is_synced = False
         self._synced_s = time.monotonic()  # when it was last in sync
@@ -59,6 +65,7 @@ class GuestEnd:
         self.exit_status: int | None = None
         self.report = b""  # the rank's error file for its launcher
         self.exit_acked = False
+        self.typed: Callable[[bytes], None] = lambda data: None  # is told what the rank gets to read
 
     def open(self) -> None:
         if not self.is_open:
@@ -72,7 +79,7 @@ class GuestEnd:
         if self.is_open:
             position: dict[str, Any] = {"in": self._stdio.in_offset, "sig": self.last_signal_id}
             if self.run:
-                position |= {"run": self.run, "from": self._begins}
+                position |= {"run": self.run, "from": self._begins, "replay": self.replayed}
             self._send("sync", position)
 
     def lost(self) -> None:
@@ -143,6 +150,7 @@ class GuestEnd:
             return
         fresh = data[self._stdio.in_offset - offset :]
         if fresh:
+            self.typed(fresh)
             self._stdio.feed(fresh)
         if ended and offset + len(data) >= self._stdio.in_offset:
             self._stdio.end_input()
@@ -192,6 +200,11 @@ class HomeEnd:
         for name, tail in tails.items():
             tail.watch = self._printed[name].add
         self._run = ""
+        self.replayed = (
+            SUPPRESS  # what is done with output that is printed again, unless the guest keeper says otherwise
+        )
+        self.say: Callable[[str], None] = lambda text: None  # tells the launcher's user
+        self._marks = False  # the end of the repeated output is to be marked
         self._signals: list[tuple[int, int]] = []  # (id, number), not acknowledged
         self._last_signal_id = 0
         self._in_sent = keyboard.base
@@ -272,7 +285,7 @@ class HomeEnd:
             return
         match frame.type:
             case "sync":
-                self._rewind(str(fields.get("run", "")), dict(fields.get("from", {})))
+                self._rewind(str(fields.get("run", "")), dict(fields.get("from", {})), str(fields.get("replay", "")))
                 self._answer_sync(int(fields["in"]), int(fields["sig"]))
             case "out":
                 self._take_output(str(fields["c"]), int(fields["o"]), frame.payload)
@@ -317,19 +330,26 @@ class HomeEnd:
             return
         if fresh := data[printed.end - offset :]:
             self._tails[name].append(printed.take(fresh))
+            if self._marks and not any(one.is_repeating for one in self._printed.values()):
+                self._marks = False
+                self.say(END_MARK)
 
     def _written(self, name: str, tail: Tail) -> int:
         """Up to where the guest's output has been written to the real stdout, or left out."""
         return max(0, self._printed[name].end - len(tail))
 
-    def _rewind(self, run: str, begins: dict[str, Any]) -> None:
+    def _rewind(self, run: str, begins: dict[str, Any], replayed: str) -> None:
         """The guest keeper is that of a rank which was rolled back: its output begins anew, at the snapshot."""
         if run and run != self._run:
             self._run = run
+            how = replayed if replayed in REPLAYED else self.replayed
             for name, offset in begins.items():
                 if name in self._printed:
-                    self._printed[name].rewind(int(offset))
+                    self._printed[name].rewind(int(offset), leave_out=how == SUPPRESS)
                     self._acked[name] = 0
+            self._marks = how == MARK and any(one.is_behind for one in self._printed.values())
+            if self._marks:
+                self.say(BEGIN_MARK)
 
     def _forget_signals(self, last_id: int) -> None:
         self._signals = [(known, number) for known, number in self._signals if known > last_id]

@@ -353,7 +353,7 @@ class JobServicer:
         return await self.steps.drop(request.move, f"{request.reason} ({context.caller})", list(request.lost_nodes))
 
     async def List(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
-        return await self.steps.listed()
+        return await self.steps.listed(rollbacks_only=request.rollbacks_only)
 
     async def Rollback(self, request: pb.RollbackRequest, context: Context) -> pb.Outcome:
         return await self.steps.rollback(request, str(context.caller))

@@ -2662,6 +2662,7 @@ class PrepareRequest(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     IMAGE_NODE_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
+    REPLAYED_OUTPUT_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     source_endpoint: _builtins.str
     gpu: _builtins.str
@@ -2670,6 +2671,8 @@ class PrepareRequest(_message.Message):
     """… the node that sends the image; empty: the one on which it was made"""
     keep: _builtins.bool
     """… keep a copy of the image for its job's snapshot, and restore nothing"""
+    replayed_output: _builtins.str
+    """… after a rollback: "suppress", "mark" or "pass" what is printed again; empty: as its keeper was told"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
@@ -2696,10 +2699,11 @@ class PrepareRequest(_message.Message):
         ranks: _abc.Iterable[Global___ResumedRank] | None = ...,
         image_node: _builtins.str = ...,
         keep: _builtins.bool = ...,
+        replayed_output: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "facts", b"facts", "gpu", b"gpu", "image_node", b"image_node", "keep", b"keep", "move", b"move", "nodes", b"nodes", "ranks", b"ranks", "source_endpoint", b"source_endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "facts", b"facts", "gpu", b"gpu", "image_node", b"image_node", "keep", b"keep", "move", b"move", "nodes", b"nodes", "ranks", b"ranks", "replayed_output", b"replayed_output", "source_endpoint", b"source_endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3363,10 +3367,14 @@ class RollbackRequest(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     LOST_NODES_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    DOWN_FOR_S_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     snapshot: _builtins.str
     """the record of the snapshot"""
     reason: _builtins.str
+    """what happened, for the history"""
+    down_for_s: _builtins.float
+    """for how long the job has not run by now, as far as the driver knows"""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
         """all nodes of the cluster"""
@@ -3383,10 +3391,11 @@ class RollbackRequest(_message.Message):
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
         lost_nodes: _abc.Iterable[_builtins.str] | None = ...,
         reason: _builtins.str = ...,
+        down_for_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost_nodes", b"lost_nodes", "nodes", b"nodes", "reason", b"reason", "record", b"record", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["down_for_s", b"down_for_s", "lost_nodes", b"lost_nodes", "nodes", b"nodes", "reason", b"reason", "record", b"record", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3734,12 +3743,16 @@ Global___SucceedReply: _TypeAlias = SucceedReply  # noqa: Y015
 class ListJobsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    ROLLBACKS_ONLY_FIELD_NUMBER: _builtins.int
+    rollbacks_only: _builtins.bool
     def __init__(
         self,
+        *,
+        rollbacks_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollbacks_only", b"rollbacks_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3788,6 +3801,9 @@ class JobRecord(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     HANDED_TO_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    LOST_S_FIELD_NUMBER: _builtins.int
+    DOWN_S_FIELD_NUMBER: _builtins.int
+    RESUMED_UNIX_S_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -3810,6 +3826,12 @@ class JobRecord(_message.Message):
     """of a rollback: the snapshot whose images are the job now"""
     handed_to: _builtins.str
     """of a snapshot: the node that coordinates it now"""
+    lost_s: _builtins.float
+    """of a rollback: the work since the snapshot that was lost, in seconds; absent: unknown"""
+    down_s: _builtins.float
+    """of a rollback after which the job was resumed: for how long it did not run"""
+    resumed_unix_s: _builtins.float
+    """of a rollback: when the job went on; 0: it has not yet"""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
     @_builtins.property
@@ -3836,12 +3858,17 @@ class JobRecord(_message.Message):
         snapshot: _builtins.str = ...,
         handed_to: _builtins.str = ...,
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
+        lost_s: _builtins.float | None = ...,
+        down_s: _builtins.float = ...,
+        resumed_unix_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s", "lost_s", b"lost_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "decided_by", b"decided_by", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "nodes", b"nodes", "outcome", b"outcome", "participants", b"participants", "ranks", b"ranks", "reason", b"reason", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s", "begun_unix_s", b"begun_unix_s", "decided_by", b"decided_by", "down_s", b"down_s", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "lost_s", b"lost_s", "nodes", b"nodes", "outcome", b"outcome", "participants", b"participants", "ranks", b"ranks", "reason", b"reason", "record", b"record", "resumed_unix_s", b"resumed_unix_s", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__lost_s: _TypeAlias = _typing.Literal["lost_s"]  # noqa: Y015
+    _WhichOneofArgType__lost_s: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lost_s) -> _WhichOneofReturnType__lost_s | None: ...
 
 Global___JobRecord: _TypeAlias = JobRecord  # noqa: Y015
 

@@ -158,11 +158,14 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     from_node: str = ""  # where the rank was when its image was made
     ended_before: str = ""  # the last record by which copies of its job that ran were ended
     tethered: bool = False  # after a rollback: it must end if it is cut off from the coordinator
+    replayed_output: str = ""  # after a rollback: what its home keeper does with output that is printed again
 
     # job: a rollback
     snapshot: str = ""  # whose images are the job
     ends: str = msgspec.field(default="", name="ends_incarnation")  # the incarnation that may not run any more
     lost_nodes: list[str] = []  # which an operator has declared dead
+    lost_s: float | None = None  # the work since the snapshot that was lost; None: unknown
+    down_for_s: float = 0.0  # for how long the job had not run when the rollback was decided
 
     # job: a snapshot
     handed_to: str = ""  # the node that coordinates it now
@@ -240,9 +243,12 @@ class Fields(TypedDict, total=False):
     from_node: str
     ended_before: str
     tethered: bool
+    replayed_output: str
     snapshot: str
     ends: str
     lost_nodes: list[str]
+    lost_s: float | None
+    down_for_s: float
     handed_to: str
     adopted_from: str
     successor_node: str

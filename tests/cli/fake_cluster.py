@@ -11,6 +11,7 @@ import grpc
 
 from snapshotd.api import snapshotd_pb2_grpc as stubs
 from tests.cli.fake_gates import FakeGates
+from tests.cli.fake_jobs import FakeJobs
 
 if TYPE_CHECKING:
     from tests.cli.conftest import FakeDaemon
@@ -38,6 +39,7 @@ class ServedCluster(Generic[Daemon]):
         stubs.add_SourceServicer_to_server(daemon, server)
         stubs.add_TargetServicer_to_server(daemon, server)
         stubs.add_GateServicer_to_server(FakeGates(daemon), server)
+        stubs.add_JobServicer_to_server(FakeJobs(daemon), server)  # type: ignore[abstract] # it lists only
         server.add_insecure_port(address)
         server.start()
         with self.path.open("a") as file:

@@ -26,7 +26,7 @@ KEEPER = """
 import json, os, sys
 if "migrator.cli" in sys.orig_argv:
     import shim.keeper.home
-    def asked(argv, job, rank, sock, *, environment, preload, alone, allow_unprotected):
+    def asked(argv, job, rank, sock, *, environment, preload, alone, allow_unprotected, companion, replayed):
         with open(os.environ["RANKS"], "a") as file:
             file.write(json.dumps([argv, job, rank, environment]) + "\\n")
         return 0

@@ -8,7 +8,7 @@ from migrator.find_rank import Found
 from migrator.jobs.finding import JobEntry
 from migrator.jobs.homes import check_after_loss, was_rebooted
 from migrator.jobs.interval import best
-from migrator.jobs.protect import LOST_S, Protection, Sight, described
+from migrator.jobs.protect import LOST_S, Protection, Sight, failure
 from migrator.jobs.recall import Recalled, recall
 from migrator.jobs.tries import Tries
 from snapshotd.api import snapshotd_pb2 as pb
@@ -26,7 +26,7 @@ def test_job_that_runs_has_no_trouble() -> None:
 
 def test_failed_rank_is_trouble_at_once() -> None:
     assert Sight().trouble([rank(0, "a"), rank(1, "b", failed=9)], {}, 0) == "rank 1 on b failed (killed by signal 9)"
-    assert described(3 << 8) == "exit status 3"
+    assert failure(3 << 8) == "exit status 3"
 
 
 def test_node_that_does_not_answer_for_long_is_lost() -> None:
@@ -158,3 +158,31 @@ def test_interval_is_computed_from_the_pause_and_announced_when_it_changes() -> 
     assert said[0].startswith("a snapshot every 1")
     assert "every 500.0 h on average" in said[0]
     assert Protection(nothing, nothing, 60.0, 3, said.append)._until_next(ranks, 1.0) == 60.0
+
+
+def test_protection_that_stands_by_takes_over_when_the_home_node_of_rank_0_is_lost() -> None:
+    sight = Sight()
+    ranks = [rank(0, "a"), rank(1, "b")]
+    assert not sight.first_is_lost(ranks, {"c": "silent"}, 0)
+    assert not sight.first_is_lost(ranks[1:], {"a": "silent"}, 1)
+    assert not sight.first_is_lost(ranks, {}, 5), "it answers again"
+    assert not sight.first_is_lost(ranks[1:], {"a": "silent"}, 6)
+    assert sight.first_is_lost(ranks[1:], {"a": "silent"}, 6 + LOST_S)
+    assert sight.first_home == "a"
+
+
+def test_reason_why_there_is_no_snapshot_is_said_once() -> None:
+    said: list[str] = []
+    nothing: Any = None
+    protection = Protection(nothing, nothing, 60.0, 3, said.append)
+    for why in ("off", "off", "full", "off"):
+        protection._no_snapshot(why)
+    assert said == [f"no snapshot was taken: {why}" for why in ("off", "full", "off")]
+
+
+def test_time_for_which_the_job_was_down_begins_when_it_was_last_seen_well() -> None:
+    sight = Sight()
+    sight.trouble([rank(0, "a"), rank(1, "b")], {}, 5)
+    sight.trouble([rank(0, "a")], {"b": "silent"}, 6)
+    assert sight.trouble([rank(0, "a")], {"b": "silent"}, 6 + LOST_S)
+    assert sight.well_s == 5

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -47,9 +47,12 @@ class Kept:
         preload: Library | None,
         alone: bool,
         allow_unprotected: bool,
+        companion: Callable[[str], Sequence[str]] | None = None,
+        replayed: str = "",
     ) -> int:
         self.asked.append((argv, job, rank, keeper_sock, preload is not None))
         self.preload, self.allow_unprotected = preload, allow_unprotected
+        self.companion, self.replayed = companion, replayed
         self.environment = dict(environment)
         return 7
 
@@ -279,7 +282,7 @@ def test_worker_gets_the_environment_that_its_launcher_gave(tmp_path: Path) -> N
     root = Path(__file__).parents[2]
     shown = (
         "import json, os, sys; import shim.keeper.home\n"
-        "def asked(argv, job, rank, sock, *, environment, preload, alone, allow_unprotected):\n"
+        "def asked(argv, job, rank, sock, *, environment, preload, alone, allow_unprotected, companion, replayed):\n"
         "    print(json.dumps([argv, job, rank, preload is not None, environment]))\n"
         "    return 0\n"
         "shim.keeper.home.run = asked\n"

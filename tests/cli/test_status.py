@@ -51,7 +51,7 @@ def test_history_is_newest_first_and_limited(cluster: FakeCluster, migrator: Mig
     moves = migrator("history", "--limit", "2", "--json").json["moves"]
     assert [move["move"] for move in moves] == ["m-000000000004", "m-000000000003"]
     assert {move["outcome"] for move in moves} == {"undone"}
-    assert "3 older moves" in migrator("history", "--limit", "2").out
+    assert "3 older lines" in migrator("history", "--limit", "2").out
 
 
 def test_status_of_one_move_shows_its_details(cluster: FakeCluster, migrator: Migrator) -> None:

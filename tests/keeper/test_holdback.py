@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from types import SimpleNamespace
@@ -53,6 +54,33 @@ def test_status_0_and_ranks_without_a_snapshot_are_not_held_back() -> None:
     held.back.is_on = False
     assert not held.back.holds(9)
     assert held.told == []
+
+
+def test_rank_that_was_asked_to_end_is_not_held_back_until_the_next_snapshot() -> None:
+    held = Held()
+    held.back.asked_to_end(signal.SIGUSR1)
+    assert held.back.is_on
+    held.back.asked_to_end(signal.SIGTERM)
+    assert not held.back.holds(15)
+    held.back.is_on = True  # the next snapshot
+    assert held.back.holds(256)
+    held.back.typed(b"abc")
+    assert held.passed == []
+    held.back.typed(b"\x03")  # a person does not want to wait
+    assert held.passed == [256]
+    held.timers[0][1]()
+    assert held.passed == [256]
+
+
+async def test_protected_rank_ends_at_once_after_ctrl_c(node: Node) -> None:
+    keeper = await node.launch(*python("import time\ntime.sleep(1000)"))
+    link = await node.reported("connected")
+    await link.protect()
+    await link.hold("m-0123456789ab")
+    await link.resume("m-0123456789ab")
+    keeper.send_signal(signal.SIGINT)
+    async with asyncio.timeout(HOLD_BACK_S / 2):
+        assert await keeper.wait() == -signal.SIGINT
 
 
 async def test_home_keeper_of_a_protected_rank_reports_a_failure_and_waits(node: Node) -> None:

@@ -64,3 +64,23 @@ def test_output_that_is_not_remembered_is_printed_again() -> None:
     made.rewind(5)
     assert made.end == 5
     assert made.take(b"xxx") == b"xxx"
+
+
+def test_output_that_is_not_left_out_is_known_to_be_repeated() -> None:
+    made = Printed()
+    made.add(b"step 1\nstep 2\nstep 3\n")
+    made.rewind(7, leave_out=False)
+    assert (made.is_behind, made.is_repeating) == (True, False)
+    assert made.take(b"step 2\n") == b"step 2\n"
+    assert (made.is_behind, made.is_repeating) == (True, True)
+    assert made.take(b"step 3\n") == b"step 3\n"
+    assert (made.is_behind, made.is_repeating) == (False, False)
+    assert made.take(b"step 4\n") == b"step 4\n"
+
+
+def test_output_that_differs_is_not_a_repetition() -> None:
+    made = Printed()
+    made.add(b"step 1\nTraceback ...\nKilled\n")
+    made.rewind(7, leave_out=False)
+    assert made.take(b"step 2\n") == b"step 2\n"
+    assert not made.is_behind

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shim.keeper.frames import Frame
-from shim.keeper.relay import GuestEnd, HomeEnd
+from shim.keeper.relay import BEGIN_MARK, END_MARK, MARK, PASS, SUPPRESS, GuestEnd, HomeEnd
 from shim.keeper.tail import Tail
 
 
@@ -14,9 +14,9 @@ class Ends:
     """A home keeper that has written 10 bytes of output, had 5 of input and 2 signals acknowledged; and a guest keeper from
     a snapshot that is older than that."""
 
-    def __init__(self) -> None:
+    def __init__(self, written: int = 10) -> None:
         loop: Any = SimpleNamespace(after=lambda seconds, work: None)
-        self.out, self.keyboard = Tail(10), Tail(5)
+        self.out, self.keyboard = Tail(written), Tail(5)
         self.home = HomeEnd(loop, {"1": self.out}, self.keyboard, self._to_guest)
         for number in (10, 12):
             self.home.signal(number)
@@ -67,3 +67,36 @@ def test_new_input_and_signals_arrive_after_a_rollback() -> None:
     ends.keyboard.append(b"typed")
     ends.home.pump()
     assert (ends.delivered, ends.fed) == ([15], [b"typed"])
+
+
+def rolled_back(default: str, asked: str = "") -> tuple[bytes, list[str]]:
+    """What a home keeper prints after a rollback to a snapshot that was taken after the first of three lines, and says."""
+    ends = Ends(0)
+    ends.home.replayed, said = default, list[str]()
+    ends.home.say = said.append
+    ends.home._printed["1"].add(b"1\n2\n3\n")
+    ends.stdio.tails["1"] = Tail(2)
+    ends.guest._begins, ends.guest._sent = {"1": 2}, {"1": 2}
+    ends.guest.run, ends.guest.replayed = "m-0123456789ab", asked
+    ends.guest.sync()
+    shown = b""
+    for line in (b"2\n", b"3\n", b"4\n"):
+        before = len(ends.out)
+        ends.stdio.tails["1"].append(line)
+        ends.guest.pump()
+        fresh = ends.out.read(ends.out.base + before, 100)
+        said.append(fresh.decode())
+        shown += fresh
+    return shown, said
+
+
+def test_repeated_output_is_left_out_marked_or_printed() -> None:
+    assert rolled_back(SUPPRESS) == (b"4\n", ["", "", "4\n"])
+    assert rolled_back(PASS) == (b"2\n3\n4\n", ["2\n", "3\n", "4\n"])
+    assert rolled_back(MARK) == (b"2\n3\n4\n", [BEGIN_MARK, "2\n", END_MARK, "3\n", "4\n"])
+
+
+def test_rollback_may_say_what_is_done_with_repeated_output() -> None:
+    assert rolled_back(SUPPRESS, PASS) == rolled_back(PASS)
+    assert rolled_back(PASS, SUPPRESS) == rolled_back(SUPPRESS)
+    assert rolled_back(MARK, "nonsense") == rolled_back(MARK)

@@ -273,8 +273,9 @@ class JobSteps(Steps):
     async def outcome(self, record: str) -> pb.Outcome:
         return await in_thread(self._outcome_of, self.moving(record).log)
 
-    async def listed(self) -> pb.ListJobsReply:
-        return pb.ListJobsReply(jobs=await in_thread(listing.all_records, self.journal, self.moves))
+    async def listed(self, *, rollbacks_only: bool = False) -> pb.ListJobsReply:
+        kinds = {"rollback"} if rollbacks_only else None
+        return pb.ListJobsReply(jobs=await in_thread(listing.all_records, self.journal, self.moves, kinds))
 
     # ------------------------------------------------------------------ without a driver
 

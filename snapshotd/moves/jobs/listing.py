@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.moves.jobs import records
+from snapshotd.moves.jobs import lost_time, records
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.moving import Moving
 
 
-def all_records(journal: Journal, moves: Mapping[str, Moving]) -> list[pb.JobRecord]:
-    """`moves`: those that have not ended."""
+def all_records(
+    journal: Journal, moves: Mapping[str, Moving], kinds: Collection[str] | None = None
+) -> list[pb.JobRecord]:
+    """`moves`: those that have not ended. `kinds`: only records of these; None: all."""
     found = []
     for move_log in journal.all():
         begin, decided = move_log.begin, move_log.outcome
-        if begin.role != "job" or not begin.job:
+        if begin.role != "job" or not begin.job or (kinds is not None and begin.kind not in kinds):
             continue
         record = move_log.whole()
         moving = moves.get(move_log.move)
         by = records.ended_by(journal, move_log)
         is_over = bool(move_log.ended_unix_s) and (bool(record.suspension) or bool(by) or not move_log.committed)
+        down_s, resumed_unix_s = lost_time.after_rollback(journal, move_log)
         found.append(
             pb.JobRecord(
                 record=move_log.move,
@@ -40,6 +43,9 @@ def all_records(journal: Journal, moves: Mapping[str, Moving]) -> list[pb.JobRec
                 kind=begin.kind,
                 snapshot=record.snapshot,
                 handed_to=record.handed_to,
+                lost_s=record.lost_s,
+                down_s=down_s,
+                resumed_unix_s=resumed_unix_s,
                 nodes=[node.to_proto() for node in record.nodes] if begin.kind == "snapshot" and not is_over else [],
             )
         )

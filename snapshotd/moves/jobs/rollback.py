@@ -18,7 +18,7 @@ from snapshotd.api.addresses import split_address
 from snapshotd.api.errors import Busy, NotFound, Refused, SnapshotError, Usage, Where, WrongState
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Ended, JobDecision, Part
-from snapshotd.moves.jobs import dropping, participants, records
+from snapshotd.moves.jobs import dropping, lost_time, participants, records
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
@@ -105,6 +105,7 @@ class Rollbacks:
                 snapshot=snapshot.move,
                 ends=ends,
                 lost_nodes=list(request.lost_nodes),
+                **await in_thread(lost_time.at_rollback, self.journal, snapshot, request.down_for_s, time.time()),
             )
             await reach(Point.BEFORE_ROLLBACK)
             await in_thread(move_log.decide, Outcome.COMMIT, request.reason or "rolled back", by)

@@ -33,14 +33,16 @@ async def start(
     user: Credentials,
     connected: asyncio.Future[KeeperLink],
     run: str = "",
+    replayed: str = "",
 ) -> tuple[KeeperLink, WaitingKeeper]:
     """Starts the guest keeper. `run`: the record by which the copy before was ended, if the rank comes back from an older
-    image. It is connected when this returns, and criu waits for its request on the socket."""
+    image. `replayed`: what is done with output that is printed again. It is connected when this returns, and criu waits for
+    its request on the socket."""
     config = node.config
     keeper = await in_thread(waiting_keepers.take, config.criu)
     how = "did not read its orders"
     try:
-        orders = await _orders(node, begin, image, group, user, keeper, run)
+        orders = await _orders(node, begin, image, group, user, keeper, run, replayed)
         await in_thread(keeper.order, orders, KEEPER_S)
         how = "did not connect"
         await reach(Point.KEEPER_STARTED)
@@ -70,6 +72,7 @@ async def _orders(
     user: Credentials,
     keeper: WaitingKeeper,
     run: str,
+    replayed: str,
 ) -> bytes:
     config, program = node.config, keeper.program
     environment = session.restore_environment(program, node.store.path(begin.move), user)
@@ -97,6 +100,7 @@ async def _orders(
         },
         "command": image.command,
         "run": run,
+        "replayed": replayed,
         "moves": image.moves + 1,
         "started_unix_s": image.started_unix_s,
     }

@@ -105,7 +105,9 @@ class Restore:
         self.node.ranks.put(entry)
         with span("start keeper"):
             link, keeper = await guest_keeper.start(
-                self.node, begin, image, group, user, self.link, self.log.record.ended_before
+                *(self.node, begin, image, group, user, self.link),
+                self.log.record.ended_before,
+                self.log.record.replayed_output,
             )
         try:
             entry.keeper_pid, entry.keeper_start_ticks = link.keeper.pid, link.keeper.start_ticks

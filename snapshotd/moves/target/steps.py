@@ -158,6 +158,7 @@ class TargetSteps(TargetSettling):
                 from_node=facts.source_node,
                 ended_before=said.ended,
                 tethered=said.tethered,
+                replayed_output=request.replayed_output,
             )
         self.track(move_log)
         with span("start spares"):

@@ -8,6 +8,7 @@ const KINDS = {
   state: ["Node state", "nodes", ""],
   intent: ["Move begins", "moves", "begin"],
   result: ["Move ended", "moves", "good"],
+  rollback: ["Rolled back", "moves", "bad"],
   order: ["Order", "nodes", "order"],
   "order-ended": ["Order ended", "nodes", "order"],
   alert: ["Needs a person", "alerts", "alert"],

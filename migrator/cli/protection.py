@@ -1,0 +1,84 @@
+"""`migrator run --protect`: the home keeper of rank 0 runs `migrator protect` beside its rank, for as long as that lives.
+
+A second one stands by on another node where that is known: it acts when the home node of rank 0 does not answer any more.
+
+Only the standard library is imported, because this runs in front of every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from migrator.cli import intervals
+
+#: What launchers pass on to their workers. The first one may also be set by an administrator, as a default.
+VARIABLE = "MIGRATOR_PROTECT"
+CLUSTER = "MIGRATOR_PROTECT_CLUSTER"
+#: What is done with output that a rank prints again after a rollback: shim/keeper/relay.py.
+REPLAYED = ("suppress", "mark", "pass")
+REPLAYED_OPTION, REPLAYED_VARIABLE = "--replayed-output", "MIGRATOR_REPLAYED_OUTPUT"
+VARIABLES = (VARIABLE, CLUSTER, REPLAYED_VARIABLE)
+OFF = "off"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a job is to be protected."""
+
+    every: str  # as on the command line
+    cluster: tuple[str, ...] = ()  # the options that name it
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {VARIABLE: self.every, CLUSTER: " ".join(self.cluster)}
+
+    @property
+    def options(self) -> list[str]:
+        """For another `migrator run`."""
+        return ["--protect", self.every, *self.cluster]
+
+
+def wanted(every: str | None, cluster: str | None, lab: str | None, environment: Mapping[str, str]) -> Wanted | None:
+    """None: the job is not protected. Raises ValueError."""
+    asked = every if every is not None else environment.get(VARIABLE, "")
+    if asked in ("", OFF):
+        return None
+    try:
+        intervals.seconds(asked)
+    except ValueError as error:
+        raise ValueError(str(error) if every is not None else f"${VARIABLE}: {error}") from None
+    option, _, value = environment.get(CLUSTER, "").partition(" ")
+    if cluster or lab:
+        option, value = ("--cluster", str(cluster)) if cluster else ("--lab", str(lab))
+    if option == "--cluster" and not os.access(value, os.R_OK):
+        raise ValueError(f"the cluster file {value} cannot be read, and without it nothing protects the job")
+    return Wanted(asked, (option, value) if option else ())
+
+
+def replayed(asked: str | None, environment: Mapping[str, str]) -> str:
+    """What a rank's keeper does with output that is printed again."""
+    found = asked or environment.get(REPLAYED_VARIABLE, "")
+    return found if found in REPLAYED else REPLAYED[0]
+
+
+def is_guard(rank: int, environment: Mapping[str, str]) -> bool:
+    """Whether the keeper of this rank runs the protection, or stands by: rank 0, and the first rank of the second node. A
+    launcher that does not say how many ranks a node has is taken for one with one rank on each."""
+    try:
+        on_each = max(1, int(environment.get("LOCAL_WORLD_SIZE", "1")))
+    except ValueError:
+        on_each = 1
+    return rank in (0, on_each)
+
+
+def argv(wanted: Wanted, rank: int, uid: str) -> Sequence[str]:
+    """The command line of the protection. The uid of a rank is that of its job, its number, and its own part."""
+    job = uid.rsplit("-", 2)[0]
+    return [
+        *(sys.executable, "-P", "-m", "migrator.cli", "protect", job, "--user", str(os.getuid())),
+        *("--every", wanted.every, "--for-keeper", f"{os.getpid()}:{rank}"),
+        *wanted.cluster,
+    ]
