@@ -1,6 +1,6 @@
 # Every target that needs the environment begins with tools/setup, which does nothing when nothing has changed.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-fast test-systemd lint coverage docs bench bench-scale chaos package clean
+.PHONY: help setup demo demo-rollback test test-all test-fast test-systemd lint coverage docs bench bench-scale chaos package clean
 
 PYTHON := .venv/bin/python
 # The tests start some thousand processes in Python: they are slow without its compiled files.
@@ -20,7 +20,7 @@ help: ## list the targets
 HIDDEN := $(filter /tmp/% /run/% /dev/shm/%,$(realpath $(CURDIR))/)
 ifneq ($(HIDDEN),)
 
-setup demo test test-all test-fast test-systemd coverage docs bench bench-scale chaos package: ; @tools/elsewhere $(MAKE) --no-print-directory $@
+setup demo demo-rollback test test-all test-fast test-systemd coverage docs bench bench-scale chaos package: ; @tools/elsewhere $(MAKE) --no-print-directory $@
 
 else
 
@@ -29,6 +29,9 @@ setup: ## install what is missing: packages, .venv, CRIU, generated code, the sh
 
 demo: setup ## move a rank of a running training job between nodes made on this machine, by hand and by itself (KEEP=1: keep the page)
 	@$(PYTHON) -m integration.demo $(if $(KEEP),--keep)
+
+demo-rollback: setup ## power a node off under a protected training job, which goes on from its last snapshot
+	@$(PYTHON) -m integration.demo_rollback
 
 test test-all test-fast: export SNAPSHOT_LANE = ci
 test-all: SAMPLE = --whole

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from integration.demo_training import Ended, Training, first_difference
@@ -35,16 +36,20 @@ def main() -> int:
         "--keep", action="store_true", help="keep the cluster and the page until Ctrl-C (make demo KEEP=1)"
     )
     options = parser.parse_args()
+    return in_lab(Lab("demo"), NODES, lambda lab: demonstrate(lab, keep=options.keep))
+
+
+def in_lab(lab: Lab, nodes: Sequence[str], demonstrate: Callable[[Lab], int]) -> int:
+    """Brings a lab up, demonstrates something in it, and removes it. Returns the exit code."""
     # Both end the demonstration through `finally`, also where a shell started it with SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
-    lab = Lab("demo")
-    say(f"Bringing up a cluster on this machine: {', '.join(NODES)}, each with its own daemon.")
+    say(f"Bringing up a cluster on this machine: {', '.join(nodes)}, each with its own daemon.")
     try:
         lab.down()
         try:
-            lab.up(NODES)
-            return demonstrate(lab, keep=options.keep)
+            lab.up(nodes)
+            return demonstrate(lab)
         finally:
             lab.down()
     except KeyboardInterrupt:

@@ -81,8 +81,10 @@ def test_protected_ddp_job_goes_on_after_a_rank_was_killed_and_a_node_lost(torch
     """`migrator run --protect` rolls the job back without being asked. Its keepers hold back the failure of the killed rank
     and of the rank that waits for it, so the launchers notice nothing."""
     nodes = torch_lab.cluster
+    written = nodes.folder / "written.log"
     torch_lab.run_options = ("--protect", "10m", "--cluster", str(nodes.lab.cluster_path))
-    job = torch_lab.plain("ddp.py", "--pace-s", "0.1", "--until", "{end}", nodes=(ONE, TWO), name="protected")
+    how = ("--pace-s", "0.1", "--until", "{end}", "--log", str(written))
+    job = torch_lab.plain("ddp.py", *how, nodes=(ONE, TWO), name="protected")
     said = job.agents[0].text
     job.await_steps(5)
     until("the first snapshot", lambda: ", paused " in said())
@@ -109,6 +111,10 @@ def test_protected_ddp_job_goes_on_after_a_rank_was_killed_and_a_node_lost(torch
     assert all(one["lost_s"] > 0 and one["down_s"] > 0 for one in rollbacks), rollbacks
     job.end.touch()
     assert job.finish() == [0, 0], f"{job.text()}\n{nodes.logs()}"
+    for rank, lines in enumerate(job.lines()):
+        file = written.with_name(f"{written.name}.{rank}")
+        assert file.read_text().splitlines() == lines, "a file that was open is cut back, and written again"
+        assert list(file.parent.glob(f"{file.name}.rolled-back-m-*")), "what was cut off is kept"
     torch_lab.run_options = ()
     torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
     until("the snapshot to be removed with its job", lambda: _snapshots(nodes, job.name) == [])

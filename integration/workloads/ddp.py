@@ -23,12 +23,16 @@ parser.add_argument("--late-group-at", type=int, default=-1, help="the step at w
 parser.add_argument("--until", default="", help="train until this file exists, instead of for so many steps")
 parser.add_argument("--witness", default="", help="append each step to this file, which is opened by name every time")
 parser.add_argument("--fail", type=int, default=-1, help="the rank that raises")
+parser.add_argument("--log", default="", help="append the lines to this file too, which stays open; .RANK is added")
 options = parser.parse_args()
+log = open(f"{options.log}.{os.environ['RANK']}", "a") if options.log else None  # noqa: SIM115
 
 
 def say(text: str) -> None:
     """Prints a line in one write: two workers of one torchrun share a stdout, which is unbuffered (-u)."""
     print(f"{text}\n", end="", flush=True)
+    if log is not None:
+        print(text, file=log, flush=True)
 
 
 def witness(step: int, loss: float) -> None:

@@ -25,7 +25,7 @@ import stat
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from snapshotd.files import closed, closed_place, paths
+from snapshotd.files import closed, closed_place, cut_back, paths
 from snapshotd.sandbox.enter import enter
 from snapshotd.sandbox.privileges import CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, Ids
 from snapshotd.sandbox.profiles import Profile
@@ -300,6 +300,10 @@ def _look_read(order: Order, _fds: list[int], given: list[int], _undo: Undo) -> 
     return {}
 
 
+def _cut_back(order: Order, _fds: list[int], _given: list[int], _undo: Undo) -> Answer:
+    return cut_back.order_cut(order["path"], order["inode"], order["size"], order["suffix"], _user_id)
+
+
 ORDERS: dict[str, Callable[[Order, list[int], list[int], Undo], Answer]] = {
     "become": _become,
     "folder": _folder,
@@ -314,6 +318,7 @@ ORDERS: dict[str, Callable[[Order, list[int], list[int], Undo], Answer]] = {
     "look_carried": _look_carried,
     "look_makeable": _look_makeable,
     "look_read": _look_read,
+    "cut_back": _cut_back,
     "closed_scan": lambda _order, fds, _given, _undo: closed.order_scan(fds, _user_id),
     "closed_pack": lambda _order, fds, _given, _undo: closed.order_pack(fds),
     "closed_same": lambda _order, fds, _given, _undo: closed.order_same(fds),

@@ -36,7 +36,7 @@ from snapshotd.moves.peers.forwarding import moved_listeners
 from snapshotd.moves.record import Begin, Fields
 from snapshotd.moves.record_parts import ClusterNode, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
-from snapshotd.moves.target import comparison, guest_keeper
+from snapshotd.moves.target import comparison, grown_files, guest_keeper
 from snapshotd.moves.target.limits import set_limits
 from snapshotd.moves.tree_facts import TreeFacts
 from snapshotd.net.places import Places
@@ -71,6 +71,11 @@ class Restore:
             described = await in_thread(self._verify, folder, image)
         if image.by_device_channel and incoming is None:
             await in_thread(refill.must_be_here, folder, image.offloaded)
+        if (
+            self.log.record.tethered and self.log.record.ended_before
+        ):  # what was written since the snapshot is written again
+            with span("cut files back"):
+                await in_thread(self._cut_back, image, described)
         with span("place files"):
             await self._place_and_mend(folder, image)
         placing = asyncio.create_task(in_thread(self._place_closed, folder, image))  # criu needs none of these files
@@ -202,6 +207,15 @@ class Restore:
             await asyncio.gather(placing, return_exceptions=True)
             await in_thread(self.log.mark, Mark.RESTORING, ghosts=ghosts)
         await in_thread(images.set_modes, folder, modes)
+
+    def _cut_back(self, image: ImageDescription, described: TreeFacts) -> None:
+        grown_files.cut_back(
+            described,
+            file_user(image.identity, image.user_id),
+            self.log.record.ended_before.split()[-1],
+            self.node.config.carry_paths,
+            same_node=self.log.record.from_node == self.node.config.node,
+        )
 
     def _place_closed(self, folder: Path, image: ImageDescription) -> None:
         user = file_user(image.identity, image.user_id)

@@ -1,0 +1,116 @@
+"""Cuts a file back to the size that it had at a snapshot, in the child that has the user's rights (worker.py).
+
+Invariant: nothing is removed that was not copied before: the tail is complete in a file of its own, on disk, before the file
+becomes shorter. The file is the one that the rank had open, by its inode, and its user's own. Links are not followed, except
+those of root on the way to its directory. Little but the standard library is imported, as in worker.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+
+from snapshotd.files import paths
+
+#: How long to wait for another rank of the job, which has the same file open, to cut it back.
+WAIT_S = 20.0
+_AGAIN_S = 0.1
+_BLOCK_BYTES = 1 << 20
+
+
+def order_cut(path: str, inode: int, size: int, suffix: str, user_id: int) -> dict[str, object]:
+    """`suffix`: of the name of the file that gets the tail. Raises OSError if it is not that file any more, or shorter.
+    Returns the number of bytes that were removed."""
+    parent, name = os.path.split(path)
+    folder = paths.open_folder(parent)
+    try:
+        file = _opened(folder, name, inode, user_id)
+        try:
+            return {"removed": _cut(folder, file, size, f"{name[:200]}.{suffix}")}
+        finally:
+            os.close(file)
+    finally:
+        os.close(folder)
+
+
+def _opened(folder: int, name: str, inode: int, user_id: int) -> int:
+    try:
+        handle = paths.openat2(
+            folder, name, os.O_PATH | os.O_NOFOLLOW, paths.RESOLVE_BENEATH | paths.RESOLVE_NO_SYMLINKS
+        )
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, "was deleted or renamed since the snapshot") from None
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_ino != inode:
+            raise OSError(errno.ESTALE, "was replaced by another file since the snapshot")
+        if user_id not in (0, found.st_uid):
+            raise PermissionError(errno.EPERM, f"has grown since the snapshot, and belongs to user {found.st_uid}")
+        return os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    finally:
+        os.close(handle)
+
+
+def _cut(folder: int, file: int, size: int, side: str) -> int:
+    ends = time.monotonic() + WAIT_S
+    while (now := os.fstat(file).st_size) > size:
+        try:
+            tail = os.open(
+                side, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder
+            )
+        except FileExistsError:
+            # Another rank of the job is at it, or an attempt before this one has got that far.
+            if _is_copied(folder, side, file, size, now):
+                break
+            if time.monotonic() > ends:
+                raise FileExistsError(errno.EEXIST, f"cannot be cut back, because {side} exists") from None
+            time.sleep(_AGAIN_S)
+            continue
+        try:
+            _copy(file, tail, size, now)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(side, dir_fd=folder)
+            raise
+        finally:
+            os.close(tail)
+        break
+    if now < size:
+        raise OSError(errno.ESTALE, f"has become shorter since the snapshot ({now} instead of {size} bytes)")
+    if now > size:
+        os.ftruncate(file, size)
+        os.fsync(file)
+    return now - size
+
+
+def _copy(file: int, tail: int, begin: int, end: int) -> None:
+    while begin < end:
+        block = os.pread(file, min(_BLOCK_BYTES, end - begin), begin)
+        if not block:
+            raise OSError(errno.ESTALE, "became shorter while its tail was copied")
+        begin += len(block)
+        while block:
+            block = block[os.write(tail, block) :]
+    os.fsync(tail)
+
+
+def _is_copied(folder: int, side: str, file: int, begin: int, end: int) -> bool:
+    """Whether the file beside has the whole tail."""
+    try:
+        tail = paths.open_regular(side, folder=folder)
+    except OSError:
+        return False
+    try:
+        if os.fstat(tail).st_size != end - begin:
+            return False
+        for at in range(0, end - begin, _BLOCK_BYTES):
+            count = min(_BLOCK_BYTES, end - begin - at)
+            block = os.pread(tail, count, at)
+            if len(block) != count or block != os.pread(file, count, begin + at):
+                return False
+        return True
+    finally:
+        os.close(tail)
