@@ -16,6 +16,7 @@ NODES = ("node-1", "node-2", "spare-1", "spare-2")
 #: How long the job may be down: a node that is silent is waited for, then the ranks are restored.
 DOWN_S = 240.0
 STEPS = 40
+SHOWN = 100  # every such step
 
 
 class Protector:
@@ -60,7 +61,7 @@ def demonstrate(lab: Lab) -> int:
     environment = {**os.environ, "MIGRATOR_CLUSTER": str(lab.cluster_path)}
     say("\n$ migrator lab run --job demo -- python train.py        (two ranks; the output of rank 1 is shown)")
     end = lab.layout.operator / "end"  # all nodes see this folder
-    training = Training([*MIGRATOR, "lab", "--lab", lab.name, "run", "--job", "demo", "--"], end, environment)
+    training = Training([*MIGRATOR, "lab", "--lab", lab.name, "run", "--job", "demo", "--"], end, environment, SHOWN)
     training.await_steps(STEPS, LIMIT_S)
     _migrator(environment, "move", "--rank", "1", "--to", "spare-1")  # its launcher stays on node-2
     say("\n$ migrator protect demo --every 10m &")

@@ -21,8 +21,11 @@ class Ended(Exception):
 class Training:
     """Runs until `end` exists, which then holds the number of steps. A thread reads the output of rank 1, and shows some."""
 
-    def __init__(self, launcher: Sequence[str], end: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, launcher: Sequence[str], end: Path, environment: Mapping[str, str], show_every: int = SHOW_EVERY
+    ) -> None:
         self.output: list[str] = []
+        self._show_every = show_every
         self.longest_s = 0.0
         self._changed = threading.Condition()
         self._ended = False
@@ -51,7 +54,7 @@ class Training:
                 if before is not None:
                     self.longest_s = max(self.longest_s, now - before)
                 before = now
-                if self.steps % SHOW_EVERY == 0:
+                if self.steps % self._show_every == 0:
                     print(f"  rank 1  {text}", flush=True)
             with self._changed:
                 self.output.append(text)

@@ -82,8 +82,10 @@ def test_protected_ddp_job_goes_on_after_a_rank_was_killed_and_a_node_lost(torch
     and of the rank that waits for it, so the launchers notice nothing."""
     nodes = torch_lab.cluster
     written = nodes.folder / "written.log"
+    for former in nodes.folder.glob(f"{written.name}.*"):  # of an earlier run
+        former.unlink()
     torch_lab.run_options = ("--protect", "10m", "--cluster", str(nodes.lab.cluster_path))
-    how = ("--pace-s", "0.1", "--until", "{end}", "--log", str(written))
+    how = ("--pace-s", "0.3", "--until", "{end}", "--log", str(written))
     job = torch_lab.plain("ddp.py", *how, nodes=(ONE, TWO), name="protected")
     said = job.agents[0].text
     job.await_steps(5)
