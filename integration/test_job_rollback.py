@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from integration.harness import MIGRATOR, Cluster, until
-from integration.torch_jobs import TorchLab, at_rest
+from integration.torch_jobs import TorchJob, TorchLab, at_rest
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
@@ -38,6 +39,24 @@ def _snapshots(nodes: Cluster, job: str) -> list[dict[str, Any]]:
     """The snapshots that count."""
     listed = _job(nodes, "list", "--all")["jobs"]
     return [one for one in listed if (one["job"], one["kind"], one["state"]) == (job, "snapshot", "snapshot")]
+
+
+@contextmanager
+def _protected(job: TorchJob) -> Iterator[Path]:
+    """Runs `migrator protect`; yields the file with what it says."""
+    said = job.cluster.folder / f"{job.name}.protect"
+    with said.open("w") as out:
+        guard = subprocess.Popen(
+            [*MIGRATOR, "protect", job.name, "--every", "600", "--tries", "20"],
+            env=job.cluster.environment(),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield said
+    finally:
+        guard.kill()
+        guard.wait()
 
 
 @pytest.mark.timeout(900)
@@ -124,30 +143,38 @@ def test_protected_ddp_job_goes_on_after_a_rank_was_killed_and_a_node_lost(torch
 
 
 @pytest.mark.timeout(900)
-def test_job_survives_the_loss_and_the_departure_of_its_coordinator(torch_lab: TorchLab) -> None:
+def test_protected_job_goes_on_after_the_node_of_its_coordinator_was_lost(torch_lab: TorchLab) -> None:
+    """Nobody declares that node dead. When it is back, it learns that another one coordinates the job."""
     nodes = torch_lab.cluster
-    job = torch_lab.plain("ddp.py", "--pace-s", "0.05", "--until", "{end}", nodes=(ONE, TWO), name="orphaned")
+    job = torch_lab.plain("ddp.py", "--pace-s", "0.3", "--until", "{end}", nodes=(ONE, TWO, ONE), name="orphaned")
     job.await_steps(5)
     nodes.move(job.agents[0], SPARE, rank=0)
-    _job(nodes, "snapshot", job.name)
-    (known,) = _snapshots(nodes, job.name)
-    assert known["coordinator"] == SPARE
-    job.await_progress(3)
-    nodes.lab.crash(SPARE)
-    answer = _job(nodes, "rollback", job.name, "--lost", SPARE)
-    assert {rank["rank"]: rank["node"] for rank in answer["ranks"]} == {0: ONE, 1: TWO}
-    job.await_progress(3)
-    nodes.lab.boot(SPARE)
-    assert len(nodes.processes_of(str(job.end))) == 2
+    with _protected(job) as said:
+        until("the first snapshot", lambda: ", paused " in said.read_text())
+        (known,) = _snapshots(nodes, job.name)
+        assert known["coordinator"] == SPARE
+        until("all nodes to confirm it", lambda: _snapshots(nodes, job.name)[0]["ended_unix_s"])
+        job.await_progress(3)
+        nodes.lab.crash(SPARE)
+        until("the rollback", lambda: ", down " in said.read_text(), 300)
+        assert job.where() == {0: TWO, 1: TWO, 2: ONE}, said.read_text()
+        job.await_progress(3)
+        nodes.lab.boot(SPARE)
+        until(
+            "the former coordinator to learn of its successor",
+            lambda: [one["coordinator"] for one in _snapshots(nodes, job.name)] == [TWO],
+        )
+        assert len(nodes.processes_of(str(job.end))) == 3
 
-    nodes.move(job.agents[0], SPARE, rank=1)  # from the node that coordinates the job since
+    for rank in (0, 1):  # from the node that coordinates the job since
+        nodes.move(job.agents[0], SPARE, rank=rank)
     second = _job(nodes, "snapshot", job.name)
-    assert second["coordinator"] == ONE, "the node that has no rank of the job any more may be switched off"
+    assert second["coordinator"] == SPARE, "the node that has no rank of the job any more may be switched off"
     _job(nodes, "rollback", job.name)
     job.await_progress(3)
     job.end.touch()
     job.assert_whole()
-    torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
+    torch_lab.assert_as_undisturbed(job, "ddp.py", world=3)
     until("the snapshots to be removed with their job", lambda: _snapshots(nodes, job.name) == [])
     until("nothing to be left", lambda: not nodes.leftovers())
 

@@ -258,7 +258,9 @@ def _state(entry: JobEntry) -> str:
         return "dropped" if record.ended_unix_s else "dropping"
     if record.ended_by:
         return "resumed"
-    return done
+    if record.handed_to:
+        return "handed over"
+    return "cut off" if record.cut_off else done
 
 
 def _size_bytes(record: pb.JobRecord, sizes: Sizes) -> int:
@@ -305,7 +307,7 @@ def _row(entry: JobEntry, sizes: Sizes) -> tuple[str, ...]:
         entry.node,
         ",".join(dict.fromkeys(_image_nodes(record))) or "-",
         record.record,
-        (record.waiting_for or "-") if not record.ended_unix_s else "-",
+        record.cut_off or (record.waiting_for or "-" if not record.ended_unix_s else "-"),
     )
 
 

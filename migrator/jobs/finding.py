@@ -30,9 +30,9 @@ class JobEntry:
 
     @property
     def is_snapshot(self) -> bool:
-        """Whether it is a complete snapshot that was not given up."""
+        """Whether it is a complete snapshot that was not given up, and its coordinator may decide."""
         record = self.record
-        counts = record.outcome == pb.COMMIT and not record.ended_by and not record.handed_to
+        counts = record.outcome == pb.COMMIT and not record.ended_by and not record.handed_to and not record.cut_off
         return record.kind == "snapshot" and counts
 
 

@@ -110,6 +110,7 @@ class Protection:
         self.tries = Tries(tries)
         self.boots: dict[str, str] = {}  # node -> its boot id when all ranks were there for the last time
         self.recalled = False  # whether the records of the job were read
+        self.trouble = self.refusal = ""  # what was said last about a rollback that is tried again
 
     async def run(self) -> int:
         """Runs until the job has ended, or has failed too often. Returns the exit code."""
@@ -204,13 +205,17 @@ class Protection:
 
     async def _roll_back(self, trouble: str) -> None:
         down_for_s = time.monotonic() - self.sight.well_s if self.sight.well_s is not None else 0.0
-        self.say(f"{trouble}: rolling the job back")
+        if trouble != self.trouble:
+            self.trouble = trouble
+            self.say(f"{trouble}: rolling the job back")
         boots = await self._boots()
         try:
             asked = replace(self.options, reason=trouble, down_for_s=down_for_s)
             result = await jobs.rollback(self.cluster, asked, lambda event: None)
         except SnapshotError as error:
-            self.say(f"the job could not be rolled back: {error.message}")
+            if error.message != self.refusal:
+                self.refusal = error.message
+                self.say(f"the job could not be rolled back yet: {error.message}. {error.advice}")
             await asyncio.sleep(AGAIN_S)
             return
         if result.outcome is not JobVerdict.ROLLED_BACK:
@@ -218,6 +223,7 @@ class Protection:
             return
         self.tries.rolled_back(time.monotonic())
         self.boots = boots
+        self.trouble = self.refusal = ""
         self.sight = Sight(nodes={one.uid: one.node for one in result.ranks})
         found, _ = await all_rollbacks(self.cluster)
         mine = [one for one in found if (one.job, one.user_id) == (result.job, result.user_id)]

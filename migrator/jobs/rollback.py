@@ -66,7 +66,7 @@ class Place:
 async def _decide(cluster: Cluster, mine: Sequence[JobEntry], options: JobOptions) -> tuple[JobEntry, dict[int, str]]:
     """Has the coordinator decide the rollback. Returns its record, and the target of each rank."""
     snapshots = [entry for entry in mine if entry.is_snapshot]
-    if not snapshots and options.lost and (taken := await take_over(cluster, options)) is not None:
+    if not snapshots and (taken := await take_over(cluster, options)) is not None:
         snapshots = [taken]
     if not snapshots:
         raise NotFound(
@@ -75,7 +75,8 @@ async def _decide(cluster: Cluster, mine: Sequence[JobEntry], options: JobOption
             f" it never comes back, `migrator job rollback {options.job} --lost NODE` does without it",
         )
     entry = _of_one_job(snapshots, options.job)
-    for node in options.lost:  # it may have been the coordinator, also if the record was taken over before
+    former = {*options.lost, entry.record.adopted_from} & cluster.nodes.keys()  # also if it was taken over before
+    for node in former - {entry.node}:
         await tell_all(cluster, entry.record, node, entry.node, options.lost)
     infos = await node_infos(cluster)
     usable = [node for node in cluster.nodes if node in infos and node not in options.lost]

@@ -1,6 +1,7 @@
 """Gives the snapshots of a job another coordinator: `snapshotd/moves/jobs/succession.py` explains it.
 
-A coordinator that is lost has left no record, but its snapshot's images say enough to make it again.
+A coordinator that is lost has left no record, but its snapshot's images say enough to make it again. Whether another node may
+coordinate the job, the nodes decide: a majority of them must agree, or an operator declares the lost one dead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ async def hand_over(cluster: Cluster, entry: JobEntry, successor: str) -> JobEnt
     async with cluster.client(entry.node) as client:
         request = pb.HandOverRequest(record=record.record, successor=successor)
         await client.job.HandOver(request, timeout_s=ASK_TIMEOUT_S)
-    adopted = await _adopt(cluster, record, record.participants, entry.node, successor)
+    adopted = await _adopt(cluster, record, record.participants, entry.node, successor, ())
     silent = await tell_all(cluster, adopted.record, entry.node, successor, ())
     if silent:
         lost = "".join(f"\n  {error.headline}" for error in silent.values())
@@ -38,8 +39,8 @@ async def hand_over(cluster: Cluster, entry: JobEntry, successor: str) -> JobEnt
 
 
 async def take_over(cluster: Cluster, options: JobOptions) -> JobEntry | None:
-    """Makes the record of a job's snapshot again, on another node, if its coordinator is one of those that the operator
-    declares dead. None: no node keeps images of such a snapshot."""
+    """Makes the record of a job's snapshot again, on another node, if its coordinator does not answer, or is one of those
+    that the operator declares dead. None: no node keeps images of such a snapshot. Raises if too few nodes agree."""
 
     async def ask(client: DaemonClient) -> pb.ListKeptReply:
         return await client.job.ListKept(pb.ListKeptRequest(), timeout_s=ASK_TIMEOUT_S)
@@ -48,15 +49,22 @@ async def take_over(cluster: Cluster, options: JobOptions) -> JobEntry | None:
     answers, _ = await ask_all(cluster, ask, answering)
     found = [(node, image) for node, reply in answers.items() for image in reply.images]
     mine = [one for one in found if one[1].job == options.job and options.user_id in (None, one[1].user_id)]
-    lost = [one for one in mine if one[1].coordinator_node in options.lost]
+    lost = [one for one in mine if one[1].coordinator_node not in answers]
     if not lost:
         return None
-    chosen = newest_whole(lost)
+    declared = [one for one in lost if one[1].coordinator_node in options.lost]
+    chosen = newest_whole(declared or _confirmed(lost))
     former = chosen[0][1].coordinator_node
     parts = participants(chosen, cluster.nodes)
     image = chosen[0][1]
     record = pb.JobRecord(record=image.record, job=image.job, user_id=image.user_id, kind="snapshot", outcome=pb.COMMIT)
-    return await _adopt(cluster, record, parts, former, parts[0].node)
+    return await _adopt(cluster, record, parts, former, parts[0].node, options.lost)
+
+
+def _confirmed(images: Sequence[Kept]) -> list[Kept]:
+    """Those of snapshots of which a node knows that all have confirmed them: no rank runs that knows no coordinator."""
+    records = {image.record for _, image in images if image.settled}
+    return [one for one in images if one[1].record in records] or list(images)
 
 
 def newest_whole(images: Sequence[Kept]) -> list[Kept]:
@@ -95,7 +103,12 @@ def participants(images: Sequence[Kept], endpoints: Mapping[str, str]) -> list[p
 
 
 async def _adopt(
-    cluster: Cluster, record: pb.JobRecord, parts: Sequence[pb.Participant], former: str, successor: str
+    cluster: Cluster,
+    record: pb.JobRecord,
+    parts: Sequence[pb.Participant],
+    former: str,
+    successor: str,
+    lost: Collection[str],
 ) -> JobEntry:
     request = pb.AdoptRequest(
         record=record.record,
@@ -105,6 +118,8 @@ async def _adopt(
         nodes=await node_addresses(cluster, await node_infos(cluster)),
         former=former,
         former_endpoint=cluster.nodes[former],
+        lost_nodes=sorted(lost),
+        quorums=record.quorums,
     )
     async with cluster.client(successor) as client:
         await client.job.Adopt(request, timeout_s=30)

@@ -92,6 +92,7 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Job/HandOver": _OPERATOR,
     "/snapshotd.v1.Job/Adopt": _OPERATOR,
     "/snapshotd.v1.Job/Succeed": _OPERATOR,
+    "/snapshotd.v1.Job/Lease": _NODE,
 }
 
 #: Of a longer message only the beginning and the end are sent: it must fit twice into the limits of api/channel.py.

@@ -335,6 +335,7 @@ class JobCalls:
         self.HandOver = Unary(link, path + "HandOver", pb.HandOverRequest, pb.Outcome)
         self.Adopt = Unary(link, path + "Adopt", pb.AdoptRequest, pb.Outcome)
         self.Succeed = Unary(link, path + "Succeed", pb.SucceedRequest, pb.SucceedReply)
+        self.Lease = Unary(link, path + "Lease", pb.LeaseRequest, pb.LeaseReply)
 
 
 class HomeCalls:

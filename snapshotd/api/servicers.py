@@ -376,6 +376,9 @@ class JobServicer:
     async def Succeed(self, request: pb.SucceedRequest, context: Context) -> pb.SucceedReply:
         return await self.succession.succeed(request, str(context.caller))
 
+    async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseReply:
+        return await self.steps.promises.ask(request, context.caller.name)
+
 
 class HomeServicer:
     def __init__(self, relays: Relays) -> None:

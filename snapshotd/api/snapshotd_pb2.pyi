@@ -2524,6 +2524,7 @@ class Outcome(_message.Message):
     HANDED_TO_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     TETHERED_FIELD_NUMBER: _builtins.int
+    ADOPTED_UNIX_S_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
     kind: Global___OutcomeKind.ValueType
     reason: _builtins.str
@@ -2544,6 +2545,8 @@ class Outcome(_message.Message):
     """a resumption: the last records by which copies of the job that ran were ended, separated by spaces"""
     tethered: _builtins.bool
     """a resumption after a rollback: ranks that are cut off from the coordinator end"""
+    adopted_unix_s: _builtins.float
+    """a snapshot: since when this node coordinates it instead of another one; 0: from the beginning"""
     dropped: _builtins.str
     """a job record: why its images are not needed any more; empty: they are"""
     def __init__(
@@ -2560,11 +2563,12 @@ class Outcome(_message.Message):
         handed_to: _builtins.str = ...,
         ended: _builtins.str = ...,
         tethered: _builtins.bool = ...,
+        adopted_unix_s: _builtins.float = ...,
         dropped: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "decided_by", b"decided_by", "dropped", b"dropped", "ended", b"ended", "handed_to", b"handed_to", "kind", b"kind", "reason", b"reason", "settled", b"settled", "stored", b"stored", "tethered", b"tethered", "token", b"token", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "adopted_unix_s", b"adopted_unix_s", "decided_by", b"decided_by", "dropped", b"dropped", "ended", b"ended", "handed_to", b"handed_to", "kind", b"kind", "reason", b"reason", "settled", b"settled", "stored", b"stored", "tethered", b"tethered", "token", b"token", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3431,16 +3435,23 @@ class MayRunReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENDED_BY_FIELD_NUMBER: _builtins.int
+    SUCCESSOR_FIELD_NUMBER: _builtins.int
+    SUCCESSOR_ENDPOINT_FIELD_NUMBER: _builtins.int
     ended_by: _builtins.str
-    """the record that has ended the incarnation; empty: the ranks may run"""
+    """the record that has ended the incarnation, or why the coordinator cannot say; empty: the ranks may run"""
+    successor: _builtins.str
+    """the node that coordinates the job now, if it is another one: it is to be asked"""
+    successor_endpoint: _builtins.str
     def __init__(
         self,
         *,
         ended_by: _builtins.str = ...,
+        successor: _builtins.str = ...,
+        successor_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "successor", b"successor", "successor_endpoint", b"successor_endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3581,6 +3592,7 @@ class KeptImage(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     COORDINATOR_NODE_FIELD_NUMBER: _builtins.int
     BEGUN_UNIX_S_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
     image: _builtins.str
     record: _builtins.str
     """of the snapshot"""
@@ -3593,6 +3605,8 @@ class KeptImage(_message.Message):
     incarnation: _builtins.str
     coordinator_node: _builtins.str
     begun_unix_s: _builtins.float
+    settled: _builtins.bool
+    """all nodes have confirmed the snapshot, as far as this node was told"""
     def __init__(
         self,
         *,
@@ -3606,10 +3620,11 @@ class KeptImage(_message.Message):
         incarnation: _builtins.str = ...,
         coordinator_node: _builtins.str = ...,
         begun_unix_s: _builtins.float = ...,
+        settled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "coordinator_node", b"coordinator_node", "image", b"image", "incarnation", b"incarnation", "is_copy", b"is_copy", "job", b"job", "rank", b"rank", "rank_uid", b"rank_uid", "record", b"record", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "coordinator_node", b"coordinator_node", "image", b"image", "incarnation", b"incarnation", "is_copy", b"is_copy", "job", b"job", "rank", b"rank", "rank_uid", b"rank_uid", "record", b"record", "settled", b"settled", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3654,6 +3669,8 @@ class AdoptRequest(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     FORMER_FIELD_NUMBER: _builtins.int
     FORMER_ENDPOINT_FIELD_NUMBER: _builtins.int
+    LOST_NODES_FIELD_NUMBER: _builtins.int
+    QUORUMS_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -3666,6 +3683,14 @@ class AdoptRequest(_message.Message):
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
         """all nodes of the cluster"""
 
+    @_builtins.property
+    def lost_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """which an operator declares dead; empty: a majority has to agree"""
+
+    @_builtins.property
+    def quorums(self) -> _containers.RepeatedCompositeFieldContainer[Global___Voters]:
+        """as in JobRecord; empty: as this node was told"""
+
     def __init__(
         self,
         *,
@@ -3676,14 +3701,129 @@ class AdoptRequest(_message.Message):
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
         former: _builtins.str = ...,
         former_endpoint: _builtins.str = ...,
+        lost_nodes: _abc.Iterable[_builtins.str] | None = ...,
+        quorums: _abc.Iterable[Global___Voters] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["former", b"former", "former_endpoint", b"former_endpoint", "job", b"job", "nodes", b"nodes", "participants", b"participants", "record", b"record", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["former", b"former", "former_endpoint", b"former_endpoint", "job", b"job", "lost_nodes", b"lost_nodes", "nodes", b"nodes", "participants", b"participants", "quorums", b"quorums", "record", b"record", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdoptRequest: _TypeAlias = AdoptRequest  # noqa: Y015
+
+@_typing.final
+class LeaseRequest(_message.Message):
+    """The coordinator of a snapshot asks every node that keeps its images, each second, for the promise that the node follows no other
+    one. Without the promises of a majority it ends its ranks. A successor asks for the same.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    RANK_UIDS_FIELD_NUMBER: _builtins.int
+    QUORUMS_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    BEGINS_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
+    TAKES_OVER_FIELD_NUMBER: _builtins.int
+    DECLARED_FIELD_NUMBER: _builtins.int
+    record: _builtins.str
+    """of the snapshot"""
+    job: _builtins.str
+    endpoint: _builtins.str
+    """of the caller"""
+    begins: _builtins.bool
+    """the record began at the caller: a node that does not know it yet follows the caller"""
+    settled: _builtins.bool
+    """all nodes have confirmed the snapshot"""
+    released: _builtins.bool
+    """the snapshot is given up: the promise is not needed any more"""
+    takes_over: _builtins.bool
+    """the caller wants to coordinate the job instead of another node"""
+    declared: _builtins.bool
+    """an operator has declared the former holder of the promise dead"""
+    @_builtins.property
+    def rank_uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def quorums(self) -> _containers.RepeatedCompositeFieldContainer[Global___Voters]:
+        """a majority of each is needed"""
+
+    def __init__(
+        self,
+        *,
+        record: _builtins.str = ...,
+        job: _builtins.str = ...,
+        rank_uids: _abc.Iterable[_builtins.str] | None = ...,
+        quorums: _abc.Iterable[Global___Voters] | None = ...,
+        endpoint: _builtins.str = ...,
+        begins: _builtins.bool = ...,
+        settled: _builtins.bool = ...,
+        released: _builtins.bool = ...,
+        takes_over: _builtins.bool = ...,
+        declared: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins", b"begins", "declared", b"declared", "endpoint", b"endpoint", "job", b"job", "quorums", b"quorums", "rank_uids", b"rank_uids", "record", b"record", "released", b"released", "settled", b"settled", "takes_over", b"takes_over"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseRequest: _TypeAlias = LeaseRequest  # noqa: Y015
+
+@_typing.final
+class Voters(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Voters: _TypeAlias = Voters  # noqa: Y015
+
+@_typing.final
+class LeaseReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDER_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
+    holder: _builtins.str
+    """the node that has the promise; the caller itself: it has it"""
+    endpoint: _builtins.str
+    """of that node"""
+    reason: _builtins.str
+    """why it is not the caller"""
+    settled: _builtins.bool
+    """as in LeaseRequest, as far as this node was told"""
+    def __init__(
+        self,
+        *,
+        holder: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        settled: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "holder", b"holder", "reason", b"reason", "settled", b"settled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseReply: _TypeAlias = LeaseReply  # noqa: Y015
 
 @_typing.final
 class SucceedRequest(_message.Message):
@@ -3804,6 +3944,9 @@ class JobRecord(_message.Message):
     LOST_S_FIELD_NUMBER: _builtins.int
     DOWN_S_FIELD_NUMBER: _builtins.int
     RESUMED_UNIX_S_FIELD_NUMBER: _builtins.int
+    ADOPTED_FROM_FIELD_NUMBER: _builtins.int
+    CUT_OFF_FIELD_NUMBER: _builtins.int
+    QUORUMS_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -3832,11 +3975,19 @@ class JobRecord(_message.Message):
     """of a rollback after which the job was resumed: for how long it did not run"""
     resumed_unix_s: _builtins.float
     """of a rollback: when the job went on; 0: it has not yet"""
+    adopted_from: _builtins.str
+    """of a snapshot: the node that coordinated it before"""
+    cut_off: _builtins.str
+    """of a snapshot: why its coordinator may not decide anything now"""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
         """of a snapshot: all nodes of the cluster"""
+
+    @_builtins.property
+    def quorums(self) -> _containers.RepeatedCompositeFieldContainer[Global___Voters]:
+        """of a snapshot: the coordinator needs the promises of a majority of each"""
 
     def __init__(
         self,
@@ -3861,10 +4012,13 @@ class JobRecord(_message.Message):
         lost_s: _builtins.float | None = ...,
         down_s: _builtins.float = ...,
         resumed_unix_s: _builtins.float = ...,
+        adopted_from: _builtins.str = ...,
+        cut_off: _builtins.str = ...,
+        quorums: _abc.Iterable[Global___Voters] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s", "lost_s", b"lost_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s", "begun_unix_s", b"begun_unix_s", "decided_by", b"decided_by", "down_s", b"down_s", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "lost_s", b"lost_s", "nodes", b"nodes", "outcome", b"outcome", "participants", b"participants", "ranks", b"ranks", "reason", b"reason", "record", b"record", "resumed_unix_s", b"resumed_unix_s", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s", "adopted_from", b"adopted_from", "begun_unix_s", b"begun_unix_s", "cut_off", b"cut_off", "decided_by", b"decided_by", "down_s", b"down_s", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "lost_s", b"lost_s", "nodes", b"nodes", "outcome", b"outcome", "participants", b"participants", "quorums", b"quorums", "ranks", b"ranks", "reason", b"reason", "record", b"record", "resumed_unix_s", b"resumed_unix_s", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lost_s: _TypeAlias = _typing.Literal["lost_s"]  # noqa: Y015
     _WhichOneofArgType__lost_s: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s"]  # noqa: Y015

@@ -1883,6 +1883,11 @@ class JobStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SucceedRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.SucceedReply.FromString,
                 _registered_method=True)
+        self.Lease = channel.unary_unary(
+                '/snapshotd.v1.Job/Lease',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.LeaseRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.LeaseReply.FromString,
+                _registered_method=True)
 
 
 class JobServicer:
@@ -2003,6 +2008,13 @@ class JobServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Lease(self, request, context):
+        """node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -2085,6 +2097,11 @@ def add_JobServicer_to_server(servicer, server):
                     servicer.Succeed,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.SucceedRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SucceedReply.SerializeToString,
+            ),
+            'Lease': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lease,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.LeaseRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.LeaseReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -2522,6 +2539,33 @@ class Job:
             '/snapshotd.v1.Job/Succeed',
             snapshotd_dot_api_dot_snapshotd__pb2.SucceedRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.SucceedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Job/Lease',
+            snapshotd_dot_api_dot_snapshotd__pb2.LeaseRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.LeaseReply.FromString,
             options,
             channel_credentials,
             insecure,

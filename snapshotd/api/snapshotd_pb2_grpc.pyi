@@ -580,6 +580,8 @@ class JobStub:
     """operator"""
     Succeed: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.SucceedRequest, _snapshotd_pb2.SucceedReply]
     """operator"""
+    Lease: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.LeaseRequest, _snapshotd_pb2.LeaseReply]
+    """node"""
 
 @_typing.type_check_only
 class JobAsyncStub(JobStub):
@@ -621,6 +623,8 @@ class JobAsyncStub(JobStub):
     """operator"""
     Succeed: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.SucceedRequest, _snapshotd_pb2.SucceedReply]  # type: ignore[assignment]
     """operator"""
+    Lease: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.LeaseRequest, _snapshotd_pb2.LeaseReply]  # type: ignore[assignment]
+    """node"""
 
 class JobServicer(metaclass=_abc_1.ABCMeta):
     """---------------------------------------------------------------- suspending and resuming a whole job
@@ -755,6 +759,14 @@ class JobServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.SucceedReply, _abc.Awaitable[_snapshotd_pb2.SucceedReply]]:
         """operator"""
+
+    @_abc_1.abstractmethod
+    def Lease(
+        self,
+        request: _snapshotd_pb2.LeaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.LeaseReply, _abc.Awaitable[_snapshotd_pb2.LeaseReply]]:
+        """node"""
 
 def add_JobServicer_to_server(servicer: JobServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

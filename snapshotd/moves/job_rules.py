@@ -219,6 +219,71 @@ def silent_node(silent_s: float) -> Ended:
     return Ended.CUT_OFF if silent_s >= FENCED_S else Ended.SILENT
 
 
+# ---------------------------------------------------------------- the coordinator's lease (jobs/lease.py)
+
+#: With fewer nodes no majority is left when one of them is lost: only an operator can decide then, so no lease is needed.
+MIN_VOTERS = 3
+
+
+class Former(StrEnum):
+    """What a node finds that is asked to follow another coordinator than the one that has its promise."""
+
+    SILENT = "does not answer"  # nor its machine
+    THERE = "is there"  # it, or at least its machine
+    LEFT = "has handed the job over"
+    UNKNOWN = "answers that it does not coordinate the job"  # it asked for the promise, and did not get enough of them
+
+
+def holds_lease(
+    quorums: Collection[Collection[str]], promised_s: Mapping[str, float], now_s: float, lost: Collection[str] = ()
+) -> bool:
+    """Whether a coordinator may let ranks run. `promised_s`: when it last asked each node that then promised to follow it. It
+    counts from the question, because the node counts from its answer, which is later."""
+    asked = [voters for voters in quorums if len(voters) >= MIN_VOTERS]
+    recent = {node for node, since_s in promised_s.items() if now_s - since_s < CUT_OFF_S} | set(lost)
+    return all(is_majority(voters, recent) for voters in asked)
+
+
+def is_majority(voters: Collection[str], found: Collection[str]) -> bool:
+    return 2 * len(set(voters) & set(found)) > len(set(voters))
+
+
+def may_promise(
+    former: Former, answered_ago_s: float, *, promised_before: bool, declared: bool = False
+) -> tuple[bool, str]:
+    """Whether a node may follow another coordinator than `former`, to which it answered last so long ago. `promised_before`:
+    the former one got the promise in place of another one. `declared`: an operator has declared the former one dead."""
+    if former is Former.LEFT:
+        return True, "it has handed the job over"
+    if former is Former.THERE or (former is Former.UNKNOWN and not promised_before):
+        return False, f"it {former}"
+    if declared and former is Former.SILENT:
+        return True, "an operator has declared it dead"
+    if answered_ago_s < FENCED_S:
+        return False, f"it was heard {answered_ago_s:.0f} s ago; after {FENCED_S:.0f} s of silence its ranks have ended"
+    return True, f"it {former}, since {answered_ago_s:.0f} s"
+
+
+def may_take_over(
+    quorums: Collection[Collection[str]], promised: Collection[str], lost: Collection[str], *, handed_over: bool
+) -> tuple[bool, str]:
+    """Whether a node may coordinate a job in place of another one. `promised`: the nodes that follow it. `lost`: those that
+    an operator has declared dead."""
+    for voters in quorums:
+        if len(voters) < MIN_VOTERS and not handed_over and not lost:
+            return False, (
+                f"only {' and '.join(sorted(voters))} keep its snapshot: without one of them there is no majority, so"
+                " an operator must decide"
+            )
+        if len(voters) >= MIN_VOTERS and not is_majority(voters, {*promised, *lost}):
+            missing = sorted(set(voters) - set(promised) - set(lost))
+            return False, f"no majority of {', '.join(sorted(voters))} agrees: {', '.join(missing)} do not"
+    return bool(quorums) or handed_over or bool(lost), "no node knows how many must agree"
+
+
+# ---------------------------------------------------------------- ending an incarnation
+
+
 def may_not_end(bound_to: str, coordinator: str) -> str:
     """Why a copy of an incarnation that this coordinator has ended must not be ended in its word; empty: it may be. As long
     as there is such a copy, its node has not ended the incarnation."""

@@ -170,6 +170,10 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     # job: a snapshot
     handed_to: str = ""  # the node that coordinates it now
     adopted_from: str = ""  # the node that coordinated it before
+    adopted_unix_s: float = 0.0  # since when this node coordinates it
+    quorums: list[list[str]] = []  # the coordinator needs the promises of a majority of each (jobs/lease.py)
+    let_go: bool = False  # given up, and a majority knows it: its promises are not needed any more
+    fenced: str = ""  # taken over by a lease: this node, which coordinated it before, has ended its ranks
 
     # an image of a snapshot
     successor_node: str = ""  # of its coordinator
@@ -251,6 +255,10 @@ class Fields(TypedDict, total=False):
     down_for_s: float
     handed_to: str
     adopted_from: str
+    adopted_unix_s: float
+    quorums: list[list[str]]
+    let_go: bool
+    fenced: str
     successor_node: str
     successor_endpoint: str
     resumed_node: str

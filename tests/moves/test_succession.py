@@ -32,6 +32,7 @@ class Place(Protected):
         super().__init__(folder)
         self.former: pb.Outcome | None = None  # None: it is silent
         self.machine = False
+        self.cut_off: list[tuple[str, str]] = []
         self.registry = Ranks(folder)
         cgroup = str(folder / "none")
         self.entry = RankEntry(UID, "train", 0, "home", 1, 1, cgroup, "node-1", "e", "key", host.boot_id(), 7)
@@ -46,8 +47,12 @@ class Place(Protected):
         node: Any = self.steps.node
         node.ranks = self.registry
         nothing: Any = SimpleNamespace(moves={})
-        self.succession = Succession(node, self.steps, nothing, nothing, nothing)
+        endings: Any = SimpleNamespace(ended_ones=list, cut_off=self._cut_off)
+        self.succession = Succession(node, self.steps, nothing, nothing, nothing, endings)
         monkeypatch.setattr(succession, "answers", self._machine)
+
+    async def _cut_off(self, entries: list[RankEntry], why: str) -> None:
+        self.cut_off += [(entry.uid, why) for entry in entries]
 
     async def _machine(self, _endpoint: str, *, if_unknown: bool) -> bool:
         return self.machine
@@ -129,7 +134,13 @@ async def test_successor_keeps_a_complete_snapshot_to_which_it_can_roll_back(pla
         for rank in (0, 1)
     ]
     request = pb.AdoptRequest(
-        record=FIRST, job="train", user_id=7, participants=parts, former="node-9", former_endpoint="e9"
+        record=FIRST,
+        job="train",
+        user_id=7,
+        participants=parts,
+        former="node-9",
+        former_endpoint="e9",
+        lost_nodes=["node-9"],
     )
     place.former = pb.Outcome(kind=pb.COMMIT)
     with pytest.raises(WrongState):

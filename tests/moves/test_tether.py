@@ -16,6 +16,7 @@ from snapshotd.api.errors import Unreachable
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves import job_rules
 from snapshotd.moves.jobs import tether
+from snapshotd.moves.jobs.ending import Endings
 from snapshotd.moves.jobs.tether import Tether
 from snapshotd.proc import host
 
@@ -39,7 +40,9 @@ class Place:
         )
         self.ranks.put(self.entry)
         node: Any = SimpleNamespace(config=SimpleNamespace(node="node-2"), ranks=self.ranks, client=self._client)
-        endings: Any = SimpleNamespace(try_to_end=self._end, ended_ones=list)
+        endings = Endings(node)
+        monkeypatch.setattr(endings, "try_to_end", self._end)
+        monkeypatch.setattr(endings, "ended_ones", list)
         self.node, self.endings = node, endings
         self.tether = Tether(node, endings)
         monkeypatch.setattr(host, "boottime_s", lambda: self.now_s)
@@ -113,9 +116,11 @@ async def test_daemon_that_is_restarted_while_it_is_cut_off_does_not_wait_anew(p
     assert await place.after(2) == [UID]
 
 
-async def test_rank_that_could_not_be_ended_is_ended_later_whatever_the_coordinator_says(place: Place) -> None:
+async def test_rank_that_could_not_be_ended_is_ended_later_whatever_the_coordinator_says(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place.ranks.end(UID, "", "node-1")
-    place.endings.ended_ones = lambda: [place.entry]
+    monkeypatch.setattr(place.endings, "ended_ones", lambda: [place.entry])
     assert await place.after(0) == [UID]
     assert await place.after(0) == [UID, UID]
 

@@ -18,6 +18,8 @@ from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import JobDecision, Part
 from snapshotd.moves.jobs import dropping, listing, participants, records, snapshots
 from snapshotd.moves.jobs.communicators import JobCommunicators
+from snapshotd.moves.jobs.lease import Leases, voters_of
+from snapshotd.moves.jobs.promises import Promises
 from snapshotd.moves.jobs.rollback import Rollbacks, must_be_allowed, rolled_back_already
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
@@ -51,7 +53,9 @@ class JobSteps(Steps):
     def __init__(self, node: Node, communicators: JobCommunicators) -> None:
         super().__init__(node.journal)
         self.node, self.communicators = node, communicators
-        self.rollbacks = Rollbacks(node, self.moves)
+        self.promises = Promises(node)
+        self.leases = Leases(node, self.promises)
+        self.rollbacks = Rollbacks(node, self.moves, self.leases)
         self.deciding = asyncio.Lock()  # of two resumptions of one job, at most one begins, and at most one commits
 
     # ------------------------------------------------------------------ the driver's steps
@@ -83,10 +87,14 @@ class JobSteps(Steps):
             kind="snapshot" if request.snapshot else "",
         )
         nodes = [ClusterNode.of(node) for node in request.nodes]
+        quorums = [voters_of(self.node.config.node, parts)] if request.snapshot else []
         async with self.deciding:
             await in_thread(self._must_be_possible, request, parts)
+            await self.leases.must_hold({part.rank_uid for part in parts})
             move_log = await in_thread(self.journal.begin, begin)
+            self.leases.begins(move_log.move)
             fields = Fields(participants=parts, suspension=request.suspension, gated=request.nccl, nodes=nodes)
+            fields["quorums"] = quorums
             await in_thread(move_log.mark, Mark.BEGUN, **fields)
             self._track(move_log)
         await reach(Point.JOB_BEGIN)
@@ -166,13 +174,14 @@ class JobSteps(Steps):
                     await self._record_commit(moving.log)
                 await reach(Point.JOB_COMMIT)
             moving.wake()
-            return self._outcome_of(moving.log)
+            return listing.outcome_of(self.journal, moving.log)
 
     async def _record_commit(self, move_log: MoveLog) -> None:
         """Records COMMIT. That of a resumption only if the job is still suspended: it was neither resumed nor dropped. That
         of a suspension or a snapshot only if the job was not rolled back meanwhile: what it has stored is of an incarnation
         that is over."""
         async with self.deciding:
+            await self.leases.must_hold(await in_thread(records.uids, move_log))
             if suspension := move_log.record.suspension:
                 ended = await in_thread(records.ended_by, self.journal, self.journal.get(suspension))
                 if ended:
@@ -191,7 +200,7 @@ class JobSteps(Steps):
             await reach(Point.BEFORE_JOB_ABORT)
             await in_thread(moving.log.decide, Outcome.ABORT, reason, by)
             moving.wake()
-            return self._outcome_of(moving.log)
+            return listing.outcome_of(self.journal, moving.log)
 
     def _refuse_permanently(self, record: str, reason: str) -> None:
         """Journals the abort of a record that never began here, so that a Begin that was only delayed is refused."""
@@ -264,18 +273,27 @@ class JobSteps(Steps):
         move_log = await self.rollbacks.begin(request, by, self.deciding)
         if move_log.move not in self.moves and not move_log.ended_unix_s:
             self._track(move_log).wake()
-        return self._outcome_of(move_log)
+        return listing.outcome_of(self.journal, move_log)
 
     async def may_run(self, request: pb.MayRunRequest) -> pb.MayRunReply:
-        ended_by = await in_thread(self.rollbacks.may_run, request.incarnation, list(request.rank_uids))
-        return pb.MayRunReply(ended_by=ended_by)
+        ranks = list(request.rank_uids)
+        if ended_by := await in_thread(self.rollbacks.may_run, request.incarnation, ranks):
+            return pb.MayRunReply(ended_by=ended_by)
+        if (after := await in_thread(records.successor, self.journal, set(ranks))) is not None:
+            return pb.MayRunReply(successor=after[0], successor_endpoint=after[1])
+        return pb.MayRunReply(ended_by=await in_thread(self.leases.lost, ranks))
 
     async def outcome(self, record: str) -> pb.Outcome:
-        return await in_thread(self._outcome_of, self.moving(record).log)
+        """A resumption lets no copy run while this node may not coordinate the job."""
+        move_log = self.moving(record).log
+        if move_log.committed and not move_log.ended_unix_s and move_log.record.suspension:
+            await self.leases.must_hold(await in_thread(records.uids, move_log))
+        return await in_thread(listing.outcome_of, self.journal, move_log)
 
     async def listed(self, *, rollbacks_only: bool = False) -> pb.ListJobsReply:
         kinds = {"rollback"} if rollbacks_only else None
-        return pb.ListJobsReply(jobs=await in_thread(listing.all_records, self.journal, self.moves, kinds))
+        found = await in_thread(listing.all_records, self.journal, self.moves, self.leases.lost, kinds)
+        return pb.ListJobsReply(jobs=found)
 
     # ------------------------------------------------------------------ without a driver
 
@@ -377,19 +395,3 @@ class JobSteps(Steps):
                 with contextlib.suppress(SnapshotError):
                     async with self.node.client(name, endpoint) as client:
                         await client.source.DropImage(request, timeout_s=ASK_S)
-
-    def _outcome_of(self, move_log: MoveLog) -> pb.Outcome:
-        decided = move_log.outcome
-        whole = move_log.whole()
-        dropped = whole.dropped if move_log.begin.kind == "snapshot" else ""
-        if decided is None:
-            ended, tethered = records.before(self.journal, whole.suspension)
-            return pb.Outcome(kind=pb.UNDECIDED, ended=ended, tethered=tethered)
-        return pb.Outcome(
-            kind=pb.OutcomeKind.Value(decided.outcome.value),
-            reason=decided.reason,
-            decided_by=decided.decided_by,
-            settled=move_log.last_mark is Mark.SETTLED,
-            dropped=dropped,
-            handed_to=whole.handed_to,
-        )

@@ -8,7 +8,9 @@ the launcher does not see the end, and the rank comes back with the next incarna
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, SnapshotError
@@ -78,6 +80,20 @@ class Endings:
                 log.info("rank %s is not ended yet: %s", entry.uid, waits)
         except (SnapshotError, OSError) as error:
             log.error("rank %s of an incarnation that has ended could not be ended yet: %s", entry.uid, error)
+
+    async def cut_off(self, entries: Iterable[RankEntry], why: str) -> None:
+        """Ends ranks of this node by itself, because their job may run elsewhere, and tells their launchers."""
+        listed = list(entries)
+        for entry in listed:
+            log.error("rank %s is ended: %s", entry.uid, why)
+            await in_thread(self.node.ranks.end, entry.uid, entry.incarnation, entry.coordinator_node)
+            if entry.role == "home" and entry.link is not None:
+                with contextlib.suppress(SnapshotError):
+                    await entry.link.say(
+                        f"rank {entry.rank} was ended on {self.node.config.node}: {why}. Its keeper waits for it: unless"
+                        f" the job is rolled back already, `migrator job rollback {entry.job}` brings it back"
+                    )
+        await asyncio.gather(*(self.try_to_end(entry, why) for entry in listed))
 
     def ended_ones(self) -> list[RankEntry]:
         """The copies here whose incarnation is over. Blocking."""

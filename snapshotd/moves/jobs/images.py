@@ -130,8 +130,8 @@ class StoredImages:
         move_log = self.node.journal.find(image)
         if move_log is None or image not in self.node.store_of(move_log.begin).moves():
             return pb.DropImageReply()
-        coordinators = {move_log.begin.coordinator_node, (await in_thread(move_log.whole)).successor_node}
-        if by_node and by_node not in coordinators:
+        coordinator = (await in_thread(move_log.whole)).successor_node or move_log.begin.coordinator_node
+        if by_node and by_node != coordinator:
             raise Denied(f"{by_node} is not the coordinator of {image}")
         self._must_be_suspended(move_log)
         store = self.node.store_of(move_log.begin)

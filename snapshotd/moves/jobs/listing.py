@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.moves.jobs import lost_time, records
-from snapshotd.moves.journal import Journal
+from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.moving import Moving
+from snapshotd.moves.rules import Mark
 
 
 def all_records(
-    journal: Journal, moves: Mapping[str, Moving], kinds: Collection[str] | None = None
+    journal: Journal,
+    moves: Mapping[str, Moving],
+    cut_off: Callable[[Collection[str]], str],
+    kinds: Collection[str] | None = None,
 ) -> list[pb.JobRecord]:
-    """`moves`: those that have not ended. `kinds`: only records of these; None: all."""
+    """`moves`: those that have not ended. `cut_off`: why this node may not coordinate the job with these ranks now. `kinds`:
+    only records of these; None: all."""
     found = []
     for move_log in journal.all():
         begin, decided = move_log.begin, move_log.outcome
@@ -46,7 +51,29 @@ def all_records(
                 lost_s=record.lost_s,
                 down_s=down_s,
                 resumed_unix_s=resumed_unix_s,
+                adopted_from=record.adopted_from,
+                cut_off=cut_off(records.uids(move_log)) if begin.kind == "snapshot" and not by else "",
+                quorums=[pb.Voters(nodes=voters) for voters in record.quorums],
                 nodes=[node.to_proto() for node in record.nodes] if begin.kind == "snapshot" and not is_over else [],
             )
         )
     return found
+
+
+def outcome_of(journal: Journal, move_log: MoveLog) -> pb.Outcome:
+    """The answer to participants of a record, and to its driver."""
+    decided = move_log.outcome
+    whole = move_log.whole()
+    dropped = whole.dropped if move_log.begin.kind == "snapshot" else ""
+    if decided is None:
+        ended, tethered = records.before(journal, whole.suspension)
+        return pb.Outcome(kind=pb.UNDECIDED, ended=ended, tethered=tethered)
+    return pb.Outcome(
+        kind=pb.OutcomeKind.Value(decided.outcome.value),
+        reason=decided.reason,
+        decided_by=decided.decided_by,
+        settled=move_log.last_mark is Mark.SETTLED,
+        dropped=dropped,
+        handed_to=whole.handed_to,
+        adopted_unix_s=whole.adopted_unix_s,
+    )

@@ -56,6 +56,18 @@ def handed_over(journal: Journal) -> list[MoveLog]:
     return [one for one in mine if one.whole().handed_to and not one.whole().dropped]
 
 
+def successor(journal: Journal, ranks: set[str]) -> tuple[str, str] | None:
+    """The node that coordinates the job with these ranks now, if this one has coordinated it before, and its endpoint."""
+    mine = [one for one in of_ranks(journal, ranks) if one.begin.kind == "snapshot" and one.committed]
+    handed_to = mine[-1].whole().handed_to if mine else ""
+    return (handed_to, endpoint(mine[-1], handed_to)) if handed_to else None
+
+
+def endpoint(snapshot: MoveLog, node: str) -> str:
+    """Of a node of the cluster, as the driver named it; empty: the driver did not."""
+    return next((one.endpoint for one in snapshot.whole().nodes if one.name == node), "")
+
+
 def is_current(snapshot: MoveLog) -> bool:
     """Whether a complete snapshot was neither given up nor handed over to another coordinator."""
     known = snapshot.whole()
@@ -153,7 +165,8 @@ def is_needed(journal: Journal, move_log: MoveLog) -> bool:
     if not move_log.committed:
         return False
     if move_log.begin.kind == "snapshot":
-        return not move_log.whole().dropped
+        whole = move_log.whole()
+        return not whole.dropped or bool(whole.quorums and not whole.let_go and not whole.handed_to)
     if move_log.begin.kind == "rollback" and any(uids(one) & uids(move_log) for one in current(journal)):
         return True  # a node that comes back late asks whether its ranks may run
     if suspension := move_log.whole().suspension:

@@ -8,17 +8,17 @@ then can the job be resumed, like a suspended one, from the images that the reco
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.addresses import split_address
 from snapshotd.api.errors import Busy, NotFound, Refused, SnapshotError, Usage, Where, WrongState
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Ended, JobDecision, Part
 from snapshotd.moves.jobs import dropping, lost_time, participants, records
+from snapshotd.moves.jobs.lease import Leases
+from snapshotd.moves.jobs.machines import answers
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
@@ -32,9 +32,6 @@ from snapshotd.runtime.faults import Point, reach
 log = logging.getLogger(__name__)
 
 END_S = 30.0
-PROBE_S = 3.0
-#: Errors of a connection to a machine that is not there.
-_SILENT = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT}
 ASK_S = 5.0
 
 
@@ -60,9 +57,9 @@ def rolled_back_already(before: MoveLog) -> WrongState:
 class Rollbacks:
     """The coordinator's part. One instance per daemon."""
 
-    def __init__(self, node: Node, moves: Mapping[str, Moving]) -> None:
+    def __init__(self, node: Node, moves: Mapping[str, Moving], leases: Leases) -> None:
         """`moves`: the records of this coordinator that have not ended."""
-        self.node, self.journal, self.moves = node, node.journal, moves
+        self.node, self.journal, self.moves, self.leases = node, node.journal, moves, leases
         self._silent_since_s: dict[tuple[str, str], float] = {}  # (record, node) -> CLOCK_BOOTTIME
 
     async def begin(self, request: pb.RollbackRequest, by: str, deciding: asyncio.Lock) -> MoveLog:
@@ -73,11 +70,15 @@ class Rollbacks:
                 raise Usage(f"{request.record} is not a rollback")
             if not known.ended_unix_s and (lost := {*known.record.lost_nodes, *request.lost_nodes}):
                 await in_thread(known.mark, known.last_mark, lost_nodes=sorted(lost))
+                if (before := self.journal.find(known.record.snapshot)) is not None:
+                    await self.leases.declare(before, lost)
             return known
         must_be_allowed(self.node)
         nodes = [ClusterNode.of(node) for node in request.nodes]
         async with deciding:
             snapshot, ends = await in_thread(self._examined, request)
+            await self.leases.declare(snapshot, request.lost_nodes)
+            await self.leases.must_hold(records.uids(snapshot))
             await self._must_be_bound(snapshot, request.lost_nodes)
             whole = await in_thread(snapshot.whole)
             names = {node.name for node in nodes}
@@ -106,8 +107,10 @@ class Rollbacks:
                 ends=ends,
                 lost_nodes=list(request.lost_nodes),
                 **await in_thread(lost_time.at_rollback, self.journal, snapshot, request.down_for_s, time.time()),
+                fenced=whole.fenced,
             )
             await reach(Point.BEFORE_ROLLBACK)
+            await self.leases.must_hold(uids)
             await in_thread(move_log.decide, Outcome.COMMIT, request.reason or "rolled back", by)
             await reach(Point.ROLLBACK)
         return move_log
@@ -223,7 +226,7 @@ class Rollbacks:
             record=move_log.move, incarnation=record.ends, rank_uids=[part.rank_uid for part in record.participants]
         )
         asked = [node for node in record.nodes if node.name not in record.lost_nodes]
-        found = await asyncio.gather(*(self._ask(node, request) for node in asked))
+        found = await asyncio.gather(*(self._ask(node, request, record.fenced) for node in asked))
         answers = {node.name: answer for node, answer in zip(asked, found, strict=True)}
         decision, moving.waiting_for = job_rules.rollback_next({name: answer for name, (answer, _) in answers.items()})
         late = [f"{name}: {why or answer}" for name, (answer, why) in answers.items() if answer not in job_rules.OVER]
@@ -246,8 +249,8 @@ class Rollbacks:
         if left := await dropping.drop(self.node, images, record.dropped, given_up=True, ended=ended):
             raise dropping.NotDropped(left)
 
-    async def _ask(self, node: ClusterNode, request: pb.EndRanksRequest) -> tuple[Ended, str]:
-        """Whether a node has ended the incarnation, and why not."""
+    async def _ask(self, node: ClusterNode, request: pb.EndRanksRequest, fenced: str) -> tuple[Ended, str]:
+        """Whether a node has ended the incarnation, and why not. `fenced`: the former coordinator, whose lease is over."""
         place = (request.record, node.name)
         try:
             async with self.node.client(node.name, node.endpoint) as client:
@@ -257,7 +260,7 @@ class Rollbacks:
                 self._silent_since_s.pop(place, None)
                 return Ended.DAEMON_DOWN, error.headline
             silent_s = host.boottime_s() - self._silent_since_s.setdefault(place, host.boottime_s())
-            return job_rules.silent_node(silent_s), error.headline
+            return Ended.CUT_OFF if node.name == fenced else job_rules.silent_node(silent_s), error.headline
         self._silent_since_s.pop(place, None)
         return (Ended.NOT_YET, "; ".join(reply.waiting_for[:3])) if reply.waiting_for else (Ended.ENDED, "")
 
@@ -270,20 +273,3 @@ class Rollbacks:
                 if known.ends == incarnation and uids & set(rank_uids):
                     return one.move
         return ""
-
-
-async def answers(endpoint: str, limit_s: float = PROBE_S, *, if_unknown: bool = False) -> bool:
-    """Whether a machine is there, at least to refuse the connection: then its daemon is down, and its ranks may run.
-    `if_unknown`: the answer if this machine could not ask, because it lacks descriptors, say."""
-    address, port = split_address(endpoint)
-    try:
-        async with asyncio.timeout(limit_s):
-            _, writer = await asyncio.open_connection(address, port)
-    except ConnectionError:
-        return True
-    except TimeoutError:
-        return False
-    except OSError as error:
-        return if_unknown and error.errno not in _SILENT
-    writer.close()
-    return True

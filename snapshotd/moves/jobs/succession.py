@@ -1,9 +1,11 @@
 """Gives the snapshots of a job another coordinator: the former one has handed them over, or is lost.
 
 Invariant: at most one coordinator can roll a job back. One that leaves records first that it never will again. One that is
-lost must be silent, and an operator must have declared it dead: the same assumption as for any node with ranks (--lost). A
-node asks that itself before it obeys the successor, and then obeys the former one no more. The successor has the record of
-the snapshot before the first node is told, because nodes drop images that their coordinator does not know.
+lost has lost its lease (lease.py): the successor has the promises of a majority. Where there is no majority, because only two
+nodes keep the snapshot, the former one must be silent, and an operator must have declared it dead (--lost). A node asks the
+former one itself before it obeys the successor, and then obeys the former one no more. The successor has the record of the
+snapshot before the first node is told, because nodes drop images that their coordinator does not know. A former coordinator
+that comes back asks, learns of its successor, and ends what it has of the job.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ import time
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, NotFound, SnapshotError, Usage, Where, WrongState
-from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves import description
 from snapshotd.moves.jobs import records
 from snapshotd.moves.jobs.coordinator import JobSteps
+from snapshotd.moves.jobs.ending import Endings
 from snapshotd.moves.jobs.images import StoredImages
-from snapshotd.moves.jobs.rollback import answers, must_be_allowed, rolled_back_already
+from snapshotd.moves.jobs.lease import EVERY_S, Successor
+from snapshotd.moves.jobs.machines import answers
+from snapshotd.moves.jobs.rollback import must_be_allowed, rolled_back_already
+from snapshotd.moves.jobs.tether import bind
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
@@ -30,6 +35,7 @@ from snapshotd.moves.steps import step
 from snapshotd.moves.target.steps import TargetSteps
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.repeated import Repeated
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +46,17 @@ class Succession:
     """One instance per daemon."""
 
     def __init__(
-        self, node: Node, jobs: JobSteps, images: StoredImages, source: SourceSteps, target: TargetSteps
+        self,
+        node: Node,
+        jobs: JobSteps,
+        images: StoredImages,
+        source: SourceSteps,
+        target: TargetSteps,
+        endings: Endings,
     ) -> None:
         self.node, self.jobs, self.images, self.source, self.target = node, jobs, images, source, target
+        self.endings = endings
+        self.repeated = Repeated("leases of snapshots", self.look, EVERY_S)
 
     async def kept(self) -> pb.ListKeptReply:
         """The images of snapshots that are kept here."""
@@ -62,6 +76,7 @@ class Succession:
             incarnation=description.decode((folder / description.FILE).read_bytes()).incarnation,
             coordinator_node=move_log.whole().successor_node or begin.coordinator_node,
             begun_unix_s=begin.begun_unix_s,
+            settled=(promise := self.jobs.promises.of(begin.coordinator)) is not None and promise.settled,
         )
 
     # ------------------------------------------------------------------ the former coordinator
@@ -88,10 +103,69 @@ class Succession:
                         f"job {snapshot.begin.job} is being snapshotted, suspended or resumed", where=Where.UNTOUCHED
                     )
                 await in_thread(snapshot.mark, Mark.SETTLED, handed_to=successor)
+                endpoint = await in_thread(records.endpoint, snapshot, successor)
+                await self._follow(self.node.config.node, ranks, successor, endpoint)
                 log.warning(
                     "snapshot %s of job %s is handed over to %s by %s", record, snapshot.begin.job, successor, by
                 )
         return await self.jobs.outcome(record)
+
+    async def look(self) -> None:
+        """Renews the leases of this node's snapshots. Ends its ranks of jobs whose lease is lost, or that another node
+        coordinates now."""
+        lost, successors = await self.jobs.leases.renew()
+        for snapshot in lost:
+            ranks = await in_thread(records.uids, snapshot)
+            await self._end_ranks(ranks, await in_thread(self.jobs.leases.lost, ranks))
+        for one in successors:
+            await self._step_down(one)
+
+    async def _end_ranks(self, ranks: set[str], why: str) -> None:
+        """Those that this node coordinates itself, also if they do not know it yet."""
+        here = self.node.config.node
+        mine = [one for one in self.node.ranks.all() if one.uid in ranks and not one.away_node]
+        mine = [one for one in mine if one.coordinator_node in {"", here}]
+        for entry in mine:
+            if not entry.coordinator_node:
+                entry.tethered = True
+                await bind(self.node, entry, here, self.node.config.advertise)
+        over = await in_thread(self.endings.ended_ones)
+        await self.endings.cut_off([entry for entry in mine if entry not in over], why)
+
+    async def _step_down(self, one: Successor) -> None:
+        """Another node coordinates the job: the records here end, and so do the ranks, which it has rolled back."""
+        ranks, why = await in_thread(records.uids, one.snapshot), f"{one.node} coordinates the job now"
+        log.warning("job %s: %s", one.snapshot.begin.job, why)
+        await self._end_ranks(ranks, why)
+        async with self.jobs.deciding:
+            for record in await in_thread(records.of_ranks, self.node.journal, ranks):
+                await self._close(record, one.node, why)
+        await self._follow(self.node.config.node, ranks, one.node, one.endpoint)
+
+    async def _follow(self, former: str, ranks: set[str], successor: str, endpoint: str) -> None:
+        """Binds what is here of these ranks to the successor: images, and ranks that have not ended."""
+        for move_log in await in_thread(self._bound_to, former, ranks):
+            if move_log.ended_unix_s:
+                await in_thread(
+                    move_log.mark, move_log.last_mark, successor_node=successor, successor_endpoint=endpoint
+                )
+        over = await in_thread(self.endings.ended_ones)
+        for entry in self.node.ranks.all():
+            if entry.uid in ranks and entry.coordinator_node == former and entry not in over:
+                await bind(self.node, entry, successor, endpoint)
+
+    async def _close(self, record: MoveLog, successor: str, why: str) -> None:
+        """Ends one record of a job that another node coordinates. The images of a suspended job stay."""
+        whole = await in_thread(record.whole)
+        if record.outcome is None:
+            await in_thread(record.decide, Outcome.ABORT, why, successor)
+        elif record.begin.kind == "snapshot" and record.committed and not whole.handed_to:
+            await in_thread(record.mark, Mark.SETTLED, handed_to=successor)
+        elif record.begin.kind == "rollback" and record.committed and not whole.dropped:
+            await in_thread(record.mark, Mark.SETTLED, dropped=why)
+        elif whole.suspension and record.committed and not record.ended_unix_s:
+            await in_thread(record.overrule, Outcome.ABORT, why, successor)  # no copy that waits for it may run
+            await in_thread(record.mark, Mark.SETTLED)
 
     # ------------------------------------------------------------------ its successor
 
@@ -102,18 +176,31 @@ class Succession:
         check_move_id(request.record)
         if not request.participants:
             raise Usage("a snapshot has participants")
-        await self._must_have_left(request.record, request.former, request.former_endpoint, self.node.config.node)
+        handed_over = await self._must_have_left(
+            request.record, request.former, request.former_endpoint, self.node.config.node
+        )
+        quorums, by_lease = await self.jobs.leases.take(request, handed_over=handed_over)
+        fenced = request.former if by_lease else ""
         async with self.jobs.deciding:
             known = self.node.journal.find(request.record)
             if known is None:
-                await in_thread(self._adopt, request, by)
+                await in_thread(self._adopt, request, quorums, fenced, by)
             elif known.begin.kind != "snapshot" or not known.committed:
                 raise WrongState(f"{request.record} is another record here", where=Where.UNTOUCHED)
-            elif (await in_thread(known.whole)).handed_to:  # it comes back
-                await in_thread(known.mark, Mark.SETTLED, handed_to="", adopted_from=request.former)
+            else:  # it comes back
+                await in_thread(
+                    known.mark,
+                    Mark.SETTLED,
+                    handed_to="",
+                    adopted_from=request.former,
+                    adopted_unix_s=time.time(),
+                    quorums=quorums,
+                    lost_nodes=list(request.lost_nodes),
+                    fenced=fenced,
+                )
         return await self.jobs.outcome(request.record)
 
-    def _adopt(self, request: pb.AdoptRequest, by: str) -> None:
+    def _adopt(self, request: pb.AdoptRequest, quorums: list[list[str]], fenced: str, by: str) -> None:
         here = (self.node.config.node, self.node.config.advertise)
         move_log = self.node.journal.begin(
             Begin(
@@ -127,7 +214,16 @@ class Succession:
         for part in parts:
             check_move_id(part.move)
         nodes = [ClusterNode.of(node) for node in request.nodes]
-        move_log.mark(Mark.BEGUN, participants=parts, nodes=nodes, adopted_from=request.former)
+        move_log.mark(
+            Mark.BEGUN,
+            participants=parts,
+            nodes=nodes,
+            adopted_from=request.former,
+            adopted_unix_s=time.time(),
+            quorums=quorums,
+            lost_nodes=list(request.lost_nodes),
+            fenced=fenced,
+        )
         move_log.decide(Outcome.COMMIT, f"taken over from {request.former}", by)
         move_log.mark(Mark.SETTLED, done=[part.move for part in parts])
         move_log.fold()
@@ -148,16 +244,7 @@ class Succession:
             for moving in list(steps.moves.values()):
                 if moving.log in logs and moving.log.outcome is None:
                     await self._abort(moving, reason, by)
-        for move_log in logs:
-            if move_log.ended_unix_s:
-                await in_thread(
-                    move_log.mark,
-                    move_log.last_mark,
-                    successor_node=request.successor,
-                    successor_endpoint=request.successor_endpoint,
-                )
-        for entry in entries:
-            await self._bind(entry, request)
+        await self._follow(former, ranks, request.successor, request.successor_endpoint)
         log.warning("%s", reason)
         return pb.SucceedReply()
 
@@ -182,19 +269,13 @@ class Succession:
                 await self.target.learn(moving, Outcome.ABORT, reason, by)
         moving.wake()
 
-    async def _bind(self, entry: RankEntry, request: pb.SucceedRequest) -> None:
-        entry.coordinator_node, entry.coordinator_endpoint = request.successor, request.successor_endpoint
-        await in_thread(self.node.ranks.update, entry)
-        if entry.link is not None:
-            entry.link.key_changed.set()  # a guest's relay tells the home node
-
-    async def _must_have_left(self, record: str, former: str, endpoint: str, successor: str) -> None:
-        """Raises WrongState unless the former coordinator has handed the snapshot over, or is silent."""
+    async def _must_have_left(self, record: str, former: str, endpoint: str, successor: str) -> bool:
+        """Raises WrongState unless the former coordinator has handed the snapshot over (True), or is silent."""
         if former == self.node.config.node:
             known = self.node.journal.find(record)
             if known is None or (await in_thread(known.whole)).handed_to != successor:
                 raise WrongState(f"{former} coordinates the job itself", where=Where.UNTOUCHED)
-            return
+            return True
         try:
             async with self.node.client(former, endpoint) as client:
                 found = await client.job.GetOutcome(pb.MoveRequest(move=record), timeout_s=ASK_S)
@@ -209,10 +290,11 @@ class Succession:
                     remedy=f"start snapshotd on {former}, then retry without --lost {former}",
                     where=Where.UNTOUCHED,
                 ) from error
-            return
+            return False
         if found.handed_to != successor:
             raise WrongState(
                 f"{former} answers, and coordinates the job",
                 remedy=f"retry without --lost {former}",
                 where=Where.UNTOUCHED,
             )
+        return True

@@ -8,7 +8,6 @@ lets another copy of the rank run. A daemon that is down cannot do this: the coo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 
@@ -17,7 +16,7 @@ from snapshotd.api.errors import SnapshotError
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves import job_rules
 from snapshotd.moves.jobs.ending import Endings
-from snapshotd.moves.jobs.rollback import answers
+from snapshotd.moves.jobs.machines import answers
 from snapshotd.moves.node import Node
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
@@ -29,6 +28,14 @@ EVERY_S = 1.0
 ASK_S = 2.0
 FILE = "coordinators.json"
 _Of = tuple[str, str, str]  # a coordinator, its endpoint, and the incarnation
+
+
+async def bind(node: Node, entry: RankEntry, coordinator: str, endpoint: str) -> None:
+    """From now on another coordinator may end this rank."""
+    entry.coordinator_node, entry.coordinator_endpoint = coordinator, endpoint
+    await in_thread(node.ranks.update, entry)
+    if entry.link is not None:
+        entry.link.key_changed.set()  # a guest's relay tells the home node
 
 
 class Tether:
@@ -71,23 +78,14 @@ class Tether:
             if await answers(endpoint, ASK_S):
                 self._heard_s[of] = asked_s
             elif job_rules.is_cut_off(silent_s := host.boottime_s() - heard_s):
-                await self._end(entries, f"{node} has been silent for {silent_s:.0f} s: {error}")
+                await self.endings.cut_off(entries, f"{node} has been silent for {silent_s:.0f} s: {error}")
             return
         self._heard_s[of] = asked_s
         if reply.ended_by:
-            await self._end(entries, f"its job was rolled back ({reply.ended_by})")
-
-    async def _end(self, entries: list[RankEntry], why: str) -> None:
-        for entry in entries:
-            log.error("rank %s is ended: %s", entry.uid, why)
-            await in_thread(self.node.ranks.end, entry.uid, entry.incarnation, entry.coordinator_node)
-            if entry.role == "home" and entry.link is not None:
-                with contextlib.suppress(SnapshotError):
-                    await entry.link.say(
-                        f"rank {entry.rank} was ended on {self.node.config.node}: {why}. Its keeper waits for it: unless"
-                        f" the job is rolled back already, `migrator job rollback {entry.job}` brings it back"
-                    )
-        await asyncio.gather(*(self.endings.try_to_end(entry, why) for entry in entries))
+            await self.endings.cut_off(entries, f"its job was rolled back ({reply.ended_by})")
+        elif reply.successor:
+            for entry in entries:
+                await bind(self.node, entry, reply.successor, reply.successor_endpoint)
 
     def _remember(self) -> None:
         """So that a restarted daemon does not begin to wait anew. No process survives the machine, so nothing is synced."""

@@ -34,7 +34,9 @@ class Watch:
     async def look(self) -> None:
         """Looks once at all snapshots of which this node is the coordinator, and at all images that it keeps."""
         for snapshot in await in_thread(records.current, self.node.journal):
-            if snapshot.ended_unix_s and not await snapshots.why_needed(self.node, snapshot):
+            if not snapshot.ended_unix_s or await snapshots.why_needed(self.node, snapshot):
+                continue
+            if not await in_thread(self.jobs.leases.lost, records.uids(snapshot)):  # else its successor decides
                 await self.jobs.give_up(snapshot, "the job has ended")
         for snapshot in await in_thread(records.handed_over, self.node.journal):
             if await self._successor_has_forgotten(snapshot):
@@ -42,6 +44,7 @@ class Watch:
         for move_log in self.images.of_snapshots():
             if reason := await self._given_up(move_log):
                 await self.images.drop(move_log.move, reason, "")
+        await self.jobs.promises.sweep()
 
     async def _successor_has_forgotten(self, snapshot: MoveLog) -> bool:
         whole = await in_thread(snapshot.whole)
