@@ -7,16 +7,17 @@ from contextlib import suppress
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Answer, JobDecision, Part
 from snapshotd.moves.rules import Mark, Outcome
-from tests.protocol.job_rolling import Rolling
+from tests.protocol.job_succeeding import Succeeding
 from tests.protocol.job_world import Lost, Record, Refused
 
 
-class Coordinating(Rolling):
+class Coordinating(Succeeding):
     def on_job_begin(self, node: str, name: str, suspension: str, *parts: str) -> object:
         if (node, name) in self.journal:
             self.open(node, name, "job")
             return None
-        if any(r.role == "job" and not r.ended and r.outcome is None for r in self.journal.values()):
+        self.must_hold(node)
+        if any(r.role == "job" and not r.ended and r.outcome is None for r in self.records_of(node)):
             raise Refused("busy")
         if suspension:
             known = self.journal.get((node, suspension))
@@ -24,7 +25,7 @@ class Coordinating(Rolling):
                 raise Refused("not suspended")
             if known.kind == "rollback" and not known.ended:
                 raise Refused("processes of the former incarnation may run")
-            if any(r.suspension == suspension and r.taken_back and not r.ended for r in self.journal.values()):
+            if any(r.suspension == suspension and r.taken_back and not r.ended for r in self.records_of(node)):
                 raise Refused("the copies of a resumption that was taken back may still run")
         elif self.rolled_back(node):
             raise Refused("rolled back")
@@ -37,6 +38,9 @@ class Coordinating(Rolling):
             "job", Mark.BEGUN, parts=listed, copies=copies, suspension=suspension, kind=kind
         )
         self.journal[node, name].incarnation = next((c.incarnation for c in self.copies if c.running), "")
+        self.begun_at[name] = node
+        if copies:
+            self.begin_lease(node, name)
         return None
 
     def resumed(self, suspension: str) -> bool:
@@ -55,6 +59,7 @@ class Coordinating(Rolling):
                 raise Refused(why)
             if not record.suspension and self.rolled_back(node):
                 raise Refused("rolled back")
+            self.must_hold(node)
             self.decide(node, record, Outcome.COMMIT)
             self.protected |= record.kind == "snapshot"
         return record.outcome
@@ -69,6 +74,8 @@ class Coordinating(Rolling):
         record = self.journal.get((node, name))
         if record is None:
             return Answer.UNKNOWN
+        if record.suspension and record.outcome is Outcome.COMMIT and not record.ended:
+            self.must_hold(node)  # no copy is let run
         return Answer.UNDECIDED if record.outcome is None else Answer(record.outcome.value)
 
     def ask_parts(self, node: str, record: Record) -> dict[str, Part]:

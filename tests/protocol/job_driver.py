@@ -51,13 +51,22 @@ RPC = {
 class Attempt:
     """A driver that suspends or resumes the job."""
 
-    def __init__(self, model: JobModel, name: str, suspension: str = "", to: Sequence[str] = ("one", "spare")) -> None:
-        self.model, self.name, self.suspension = model, name, suspension
+    def __init__(
+        self,
+        model: JobModel,
+        name: str,
+        suspension: str = "",
+        to: Sequence[str] = ("one", "spare"),
+        at: str = NODES[0],
+        buddies: Sequence[str] = BUDDIES,
+    ) -> None:
+        """`at`: the node that coordinates it."""
+        self.model, self.name, self.suspension, self.at, self.buddies = model, name, suspension, at, buddies
         self.table, self.undo = (RESUME, UNDO_RESUME) if suspension else (SUSPEND, UNDO_SUSPEND)
         self.stores, self.moves = [node for _, node in model.running()], [f"{name}-0", f"{name}-1"]
         self.images: list[str] = []
         if suspension:
-            known = model.journal[NODES[0], suspension]
+            known = model.journal[at, suspension]
             places = [(part[0], part[1]) for part in known.parts]
             for rank, copy in enumerate(known.copies):  # of a snapshot: the image, or its copy if that is gone
                 if places[rank] not in model.kept or not model.up[places[rank][0]] or places[rank][0] in model.cut:
@@ -90,7 +99,7 @@ class Attempt:
         if reached > index_of("Job.Commit", self.table):
             return ""
         try:
-            outcome = self.model.call(DRIVER, NODES[0], "job_abort", self.name)
+            outcome = self.model.call(DRIVER, self.at, "job_abort", self.name)
         except (Lost, Refused):
             return ""
         if outcome is Outcome.COMMIT:
@@ -106,11 +115,11 @@ class Attempt:
         if step.asked is Asked.COORDINATOR:
             parts = [
                 f"{self.nodes[rank]} {self.moves[rank]} {self.stores[rank]} {(self.images or self.moves)[rank]}"
-                + (f" {BUDDIES[rank]} {self.copies[rank]}" if self.table is SNAPSHOT else "")
+                + (f" {self.buddies[rank]} {self.copies[rank]}" if self.table is SNAPSHOT else "")
                 for rank in (0, 1)
             ]
             more = (self.suspension, *parts) if rpc == "job_begin" else ()
-            self.model.call(DRIVER, NODES[0], rpc, self.name, *more)
+            self.model.call(DRIVER, self.at, rpc, self.name, *more)
             return
         for rank in (0, 1):
             try:
@@ -122,14 +131,14 @@ class Attempt:
     def request(self, rpc: str, rank: int, *, buddy: bool = False) -> tuple[str, ...]:
         store, node, move = self.stores[rank], self.nodes[rank], self.moves[rank]
         if buddy:
-            node, move = BUDDIES[rank], self.copies[rank]
+            node, move = self.buddies[rank], self.copies[rank]
         match rpc:
             case "begin" if self.table is SNAPSHOT:
                 return node, rpc, move, str(rank), self.name, "snapshot"
             case "prepare" if buddy:
                 return node, "prepare_copy", move, str(rank), self.name
             case "send" if self.table is SNAPSHOT:
-                return store, rpc, move, BUDDIES[rank], self.copies[rank]
+                return store, rpc, move, self.buddies[rank], self.copies[rank]
             case "begin":
                 return node, rpc, move, str(rank), self.name
             case "get_image":
@@ -145,8 +154,8 @@ class Attempt:
 class RollingBack:
     """A driver that rolls the job back, with rank 1 on the spare."""
 
-    def __init__(self, model: JobModel, name: str) -> None:
-        self.model, self.name = model, name
+    def __init__(self, model: JobModel, name: str, at: str = NODES[0], to: Sequence[str] = ("one", "spare")) -> None:
+        self.model, self.name, self.at, self.to = model, name, at, to
 
     def run(self) -> str:
         self.model.up[DRIVER] = True
@@ -161,24 +170,78 @@ class RollingBack:
 
     def _run(self) -> str:
         model = self.model
-        record = model.rolled_back(NODES[0])
+        record = model.rolled_back(self.at)
         if not record:
             record = f"{self.name}-rollback"
-            model.call(DRIVER, NODES[0], "job_rollback", record, model.snapshot())
+            model.call(DRIVER, self.at, "job_rollback", record, model.snapshot())
         for _ in range(3):  # what the coordinator does without the driver
-            if not model.journal[NODES[0], record].ended and model.up[NODES[0]]:
+            if not model.journal[self.at, record].ended and model.up[self.at]:
                 with suppress(Lost, Refused, Died):
-                    model.settle_rollback(NODES[0], record)
+                    model.settle_rollback(self.at, record)
+            if not model.journal[self.at, record].ended:
                 with suppress(Died):
                     model.pass_time()
-        if not model.journal[NODES[0], record].ended:
+        if not model.journal[self.at, record].ended:
             return "waits"
-        return Attempt(model, f"{self.name}-resume", record).run()
+        return Attempt(model, f"{self.name}-resume", record, self.to, self.at).run()
+
+
+class Protecting:
+    """A driver that rolls the job back although its coordinator may be lost, and nobody says so."""
+
+    def __init__(self, model: JobModel, name: str) -> None:
+        self.model, self.name = model, name
+
+    def run(self) -> str:
+        self.model.up[DRIVER] = True
+        try:
+            for again in range(3):
+                with suppress(Lost, Refused):
+                    if at := self._leader() or self._take_over():
+                        found = RollingBack(self.model, f"{self.name}{again}", at, self._targets()).run()
+                        if found in ("done", ""):
+                            return found
+                with suppress(Died):
+                    self.model.pass_time()
+            return "waits"
+        except Died as died:
+            if died.who == DRIVER:
+                return ""
+            raise
+
+    def _answering(self) -> list[str]:
+        return [node for node in NODES if self.model.up[node] and node not in self.model.cut]
+
+    def _targets(self) -> list[str]:
+        """Not the node that had the coordinator at first, if there is another one."""
+        found = [node for node in self._answering() if node != NODES[0]] or [NODES[0]]
+        return [found[0], found[-1]]
+
+    def _leader(self) -> str:
+        led = [node for node in self._answering() if self.model.led(node) and node not in self.model.lapsed]
+        return led[0] if led else ""
+
+    def _take_over(self) -> str:
+        """As `migrator/jobs/succession.py`."""
+        model, answering = self.model, self._answering()
+        kept = [(node, move, of) for (node, move), of in model.kept.items() if node in answering]
+        if {rank for _, _, (_, rank) in kept} != {0, 1}:
+            raise Refused("no snapshot is left")
+        node, move, (name, _) = next(one for one in kept if one[2][1] == 0)
+        record = model.journal[node, move]
+        former = model.images_follow.get((node, move), model.coordinator_of(record))
+        if former in answering:
+            raise Refused("its coordinator answers")
+        model.call(DRIVER, node, "adopt", name, former, " ".join(model.journal[former, name].voters))
+        for other in NODES:
+            with suppress(Lost):
+                model.call(DRIVER, other, "succeed", name, former, node)
+        return node
 
 
 class Taking(Attempt):
     """A driver that takes a snapshot."""
 
-    def __init__(self, model: JobModel, name: str) -> None:
-        super().__init__(model, name)
+    def __init__(self, model: JobModel, name: str, buddies: Sequence[str] = BUDDIES) -> None:
+        super().__init__(model, name, buddies=buddies)
         self.table, self.undo = SNAPSHOT, UNDO_SNAPSHOT

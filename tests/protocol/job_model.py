@@ -13,7 +13,7 @@ from snapshotd.moves.rules import Mark, target_answer
 from tests.protocol.job_coordinating import Coordinating
 from tests.protocol.job_restoring import Restoring
 from tests.protocol.job_storing import Storing
-from tests.protocol.job_world import Lost, Refused
+from tests.protocol.job_world import NODES, Lost, Refused
 
 
 class JobModel(Coordinating, Storing, Restoring):
@@ -46,6 +46,10 @@ class JobModel(Coordinating, Storing, Restoring):
                     {"job": self.settle_job, "source": self.settle_store, "target": self.settle_target}[record.role](
                         node, move
                     )
+            for node in NODES:
+                with suppress(Lost, Refused):
+                    self.renew(node)
+                self.may_run(node)
             with suppress(Lost, Refused):
                 self.settle_kept()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Answer, CopyDecision
 from snapshotd.moves.rules import CopyState, Mark, Outcome, TargetDecision, TargetFacts, target_answer, target_next
-from tests.protocol.job_world import NODES, Copy, JobWorld, Record, Refused
+from tests.protocol.job_world import Copy, JobWorld, Record, Refused
 
 
 class Restoring(JobWorld):
@@ -13,7 +13,7 @@ class Restoring(JobWorld):
         if (node, move) in self.journal:
             self.open(node, move, "target", Mark.PREPARED)
             return None
-        if self.call(node, NODES[0], "job_outcome", coordinator) is not Answer.UNDECIDED:
+        if self.call(node, self.begun_at[coordinator], "job_outcome", coordinator) is not Answer.UNDECIDED:
             raise Refused("the resumption has ended")
         self.event(node, "mark prepared")
         self.journal[node, move] = Record(
@@ -25,7 +25,7 @@ class Restoring(JobWorld):
         if (node, move) in self.journal:
             self.open(node, move, "target", Mark.PREPARED)
             return None
-        if self.call(node, NODES[0], "job_outcome", coordinator) is not Answer.UNDECIDED:
+        if self.call(node, self.begun_at[coordinator], "job_outcome", coordinator) is not Answer.UNDECIDED:
             raise Refused("the snapshot has ended")
         self.event(node, "mark prepared")
         self.journal[node, move] = Record(
@@ -68,7 +68,7 @@ class Restoring(JobWorld):
             if (node, move) not in self.received:
                 raise Refused("no image")
             self.put(node, record, Mark.RESTORING)
-            record.copy = Copy(record.rank, node, record.coordinator, bound_to=NODES[0])
+            record.copy = Copy(record.rank, node, record.coordinator, bound_to=self.coordinator_of(record))
             self.copies.append(record.copy)
             self.event(node, "criu restore")
             self.put(node, record, Mark.HELD)
@@ -110,7 +110,7 @@ class Restoring(JobWorld):
                     if record.mark is not Mark.ACTIVATED:
                         self.put(node, record, Mark.ACTIVATED)
                     self.event(node, "wake")
-                    if record.copy is not None and (node, record.copy.incarnation) in self.over:
+                    if record.copy is not None and self.is_over(record.copy):
                         record.copy.alive = record.copy.running = False
                     elif record.copy is not None and record.copy.alive:
                         record.copy.running = True

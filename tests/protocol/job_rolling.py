@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from snapshotd.moves import job_rules
-from snapshotd.moves.job_rules import Answer, Ended, JobDecision, Part
+from snapshotd.moves.job_rules import Ended, JobDecision, Part
 from snapshotd.moves.rules import Mark, Outcome
 from tests.protocol.job_world import NODES, JobWorld, Lost, Record, Refused
 
@@ -13,9 +13,10 @@ class Rolling(JobWorld):
         if (node, name) in self.journal:
             return self.journal[node, name].outcome
         taken = self.journal.get((node, snapshot))
-        if taken is None or taken.outcome is not Outcome.COMMIT or taken.dropped:
+        if taken is None or taken.outcome is not Outcome.COMMIT or taken.dropped or taken.handed_to:
             raise Refused("no such snapshot")
-        for record in self.journal.values():
+        self.must_hold(node)
+        for record in self.records_of(node):
             if record.role == "job" and not record.ended and record.kind != "snapshot":
                 raise Refused("busy")
         if self.rolled_back(node):
@@ -26,15 +27,16 @@ class Rolling(JobWorld):
             if other.role == "job" and not other.kind and not other.suspension and other.outcome is Outcome.COMMIT:
                 raise Refused("suspended since")
         self.must_be_kept(node, taken)
-        for record in self.journal.values():
+        ends = self.must_be_of(node, taken, self.incarnation(node, snapshot))
+        for record in self.records_of(node):
             if record.role == "job" and record.kind == "snapshot":
                 self.decide(node, record, Outcome.ABORT)
         self.event(node, "mark begun")
         made = self.journal[node, name] = Record(
             "job", Mark.BEGUN, parts=taken.parts, copies=taken.copies, kind="rollback"
         )
-        made.ends = self.incarnation(snapshot)
-        made.snapshot = snapshot
+        made.ends, made.snapshot = ends, snapshot
+        self.begun_at[name] = node
         return self.decide(node, made, Outcome.COMMIT)
 
     def must_be_kept(self, node: str, snapshot: Record) -> None:
@@ -52,18 +54,36 @@ class Rolling(JobWorld):
         """The rollback that was decided, and not followed by a resumption."""
         followed = {r.suspension for r in self.journal.values() if r.role == "job" and r.outcome is Outcome.COMMIT}
         for (at, name), record in self.journal.items():
-            if at == node and record.kind == "rollback" and record.outcome is Outcome.COMMIT and name not in followed:
+            decided = record.kind == "rollback" and record.outcome is Outcome.COMMIT and not record.dropped
+            if at == node and decided and name not in followed:
                 return name
         return ""
 
-    def incarnation(self, snapshot: str) -> str:
+    def records_of(self, node: str) -> list[Record]:
+        return [record for (at, _), record in self.journal.items() if at == node]
+
+    def must_hold(self, node: str) -> None:
+        """Refuses unless this node has its lease, if it needs one."""
+        if node in self.lapsed and any(r.voters and not r.handed_to and not r.dropped for r in self.records_of(node)):
+            raise Refused("cut off from most nodes")
+
+    def must_be_of(self, node: str, taken: Record, ends: str) -> str:
+        """The incarnation that is to end. A coordinator that took the snapshot over asks all nodes which one runs."""
+        seen = {c.incarnation for c in self.copies if c.running and self.up[c.node] and not self.apart(node, c.node)}
+        if taken.adopted and len(seen) == 1:
+            return seen.pop()
+        if seen - {ends}:
+            raise Refused("another incarnation runs")
+        return ends
+
+    def incarnation(self, node: str, snapshot: str) -> str:
         rollbacks = {name for (_, name), r in self.journal.items() if r.kind == "rollback" and r.snapshot == snapshot}
         found = [
             name
             for (_, name), r in self.journal.items()
             if r.role == "job" and r.suspension in rollbacks and r.outcome is Outcome.COMMIT
         ]
-        return found[-1] if found else self.journal[NODES[0], snapshot].incarnation
+        return found[-1] if found else self.journal[node, snapshot].incarnation
 
     def settle_rollback(self, node: str, name: str) -> None:
         record = self.journal[node, name]
@@ -77,22 +97,28 @@ class Rolling(JobWorld):
 
     def ask_ended(self, node: str, at: str, name: str, incarnation: str) -> Ended:
         try:
-            self.call(node, at, "end_ranks", name, incarnation)
+            self.call(node, at, "end_ranks", name, incarnation, node)
         except Refused:
             return Ended.NOT_YET
         except Lost:
-            if at not in self.off and at not in self.cut and node not in self.cut:
+            if not self.apart(node, at):
                 return Ended.DAEMON_DOWN
+            if self.is_fenced(node, at, name):
+                return Ended.CUT_OFF
             return job_rules.silent_node(job_rules.FENCED_S if (node, at) in self.silent else 0.0)
         return Ended.ENDED
 
-    def on_end_ranks(self, node: str, _name: str, incarnation: str) -> object:
+    def is_fenced(self, node: str, at: str, rollback: str) -> bool:
+        """Whether it is the former coordinator, whose lease is over."""
+        return self.journal[node, self.journal[node, rollback].snapshot].fenced == at
+
+    def on_end_ranks(self, node: str, _name: str, incarnation: str, caller: str) -> object:
         self.event(node, "record that the incarnation has ended")
-        self.over.add((node, incarnation))
+        self.over.add((node, incarnation, caller))
         self.end_over(node)
         for copy in self.copies:
             if copy.node == node and copy.alive and copy.incarnation == incarnation:
-                if why := job_rules.may_not_end(copy.bound_to, NODES[0]):
+                if why := job_rules.may_not_end(copy.bound_to, caller):
                     raise Refused(why)
                 raise Refused("a held copy waits for the outcome of its move")
         return None
@@ -103,29 +129,49 @@ class Rolling(JobWorld):
             r.copy for (at, _), r in self.journal.items() if at == node and r.role == "target" and r.mark is Mark.HELD
         ]
         for copy in self.copies:
-            if copy.node != node or not copy.alive or copy in held or (node, copy.incarnation) not in self.over:
-                continue
-            if copy.bound_to:
+            if copy.node == node and copy.alive and copy not in held and self.is_over(copy):
                 self.event(node, "end a rank")
                 copy.alive = copy.running = False
 
     def pass_time(self) -> None:
-        """So long that nodes that are cut off have ended their ranks, and a coordinator counts them."""
+        """So long that nodes that are cut off have ended their ranks, and then, that others count on it."""
+        self.cut_off_passes()
         for node in NODES:
-            cut = node in self.cut or NODES[0] in self.cut
-            if cut and self.up[node] and node != NODES[0]:
-                for copy in self.copies:
-                    if copy.node == node and copy.bound_to:
-                        self.over.add((node, copy.incarnation))
+            for other in NODES:
+                counts = other in self.off or (self.apart(node, other) and self.up[other])
+                if node != other and counts and self.up[node]:
+                    self.silent.add((node, other))
+        self.leases_are_renewed()
+
+    def cut_off_passes(self) -> None:
+        """CUT_OFF_S."""
+        self.leases_lapse()
+        for copy in self.copies:
+            coordinator = copy.bound_to
+            if not copy.alive or not coordinator or not self.up[copy.node]:
+                continue
+            lapsed = coordinator in self.lapsed and self.up[coordinator]
+            if lapsed or self.apart(copy.node, coordinator):
+                self.over.add((copy.node, copy.incarnation, coordinator))
+        for node in NODES:
+            if self.up[node]:
                 self.end_over(node)
-            if (cut and self.up[node]) or node in self.off:
-                self.silent.add((NODES[0], node))
+
+    def leases_lapse(self) -> None:
+        """Overridden: coordinators that most nodes do not follow any more end their ranks."""
+
+    def leases_are_renewed(self) -> None:
+        """Overridden: coordinators ask the nodes that follow them."""
 
     def may_run(self, node: str) -> None:
-        """What a node asks its coordinator every few seconds."""
-        if (NODES[0], node) in self.silent and not (node in self.cut or node in self.off):
-            self.silent.discard((NODES[0], node))
-        for record in [r for (at, _), r in self.journal.items() if at == NODES[0] and r.kind == "rollback"]:
-            if record.outcome is Outcome.COMMIT and self.up[node] and self.ask(node, record) is not Answer.UNREACHABLE:
-                self.over.add((node, record.ends))
-                self.end_over(node)
+        """What a node asks the coordinators of its ranks every second."""
+        for copy in [c for c in self.copies if c.node == node and c.alive and c.bound_to and self.up[node]]:
+            at = copy.bound_to
+            if self.apart(node, at) or not self.up[at]:
+                continue
+            rollbacks = [r for r in self.records_of(at) if r.kind == "rollback" and r.outcome is Outcome.COMMIT]
+            if any(record.ends == copy.incarnation for record in rollbacks):
+                self.over.add((node, copy.incarnation, at))
+            elif after := next((r.handed_to for r in self.records_of(at) if r.handed_to), ""):
+                copy.bound_to = after
+        self.end_over(node)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Answer, StoreDecision, StoreFacts
 from snapshotd.moves.rules import Mark, Outcome
-from tests.protocol.job_world import NODES, JobWorld, Lost, Record, Refused
+from tests.protocol.job_world import JobWorld, Lost, Record, Refused
 
 
 class Storing(JobWorld):
@@ -16,6 +18,8 @@ class Storing(JobWorld):
         copy = next((c for c in self.copies if c.rank == int(rank) and c.node == node and c.running), None)
         if copy is None or any(r.copy is copy and not r.ended for r in self.journal.values()):
             raise Refused("no such rank, or busy")
+        if copy.bound_to not in {"", self.begun_at[coordinator]}:
+            raise Refused("another node coordinates its snapshots")
         self.event(node, "mark begun")
         self.journal[node, move] = Record("source", Mark.BEGUN, coordinator, rank=int(rank), copy=copy, kind=kind)
         return None
@@ -101,7 +105,7 @@ class Storing(JobWorld):
                     record.continued = True
                 case StoreDecision.KEEP:
                     if record.copy is not None and record.copy.alive:
-                        record.copy.bound_to = NODES[0]
+                        record.copy.bound_to = self.coordinator_of(record)
                     self.put(node, record, Mark.SETTLED)
                 case StoreDecision.RELEASE:
                     self.event(node, "end the processes")
@@ -137,6 +141,9 @@ class Storing(JobWorld):
         """Nodes ask whether the images of snapshots that they keep are still needed."""
         for node, move in list(self.kept):
             record = self.journal[node, move]
-            known = self.journal.get((NODES[0], record.coordinator))
-            if record.ended and self.ask(node, record) is not Answer.UNREACHABLE and (known is None or known.dropped):
-                self.on_drop(node, move)
+            at = self.images_follow.get((node, move), self.coordinator_of(record))
+            known = self.journal.get((at, record.coordinator))
+            with suppress(Lost, Refused):
+                self.call(node, at, "job_outcome", record.coordinator)
+                if record.ended and (known is None or known.dropped):
+                    self.on_drop(node, move)

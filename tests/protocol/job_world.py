@@ -73,6 +73,10 @@ class Record:
     in_life: int = 0  # of the daemon, when the last mark was made
     lease: bool = True
     ended: bool = False
+    voters: tuple[str, ...] = ()  # snapshot: the nodes whose promises its coordinator needs
+    handed_to: str = ""  # snapshot: the node that coordinates it now
+    fenced: str = ""  # snapshot: its former coordinator, whose lease was over
+    adopted: int = 0  # snapshot: how many coordinators it had before
 
     @property
     def copy_exists(self) -> bool:
@@ -98,7 +102,13 @@ class JobWorld:
         self.off: set[str] = set()  # nodes without power
         self.declared: set[str] = set()  # nodes that an operator has declared dead
         self.silent: set[tuple[str, str]] = set()  # (coordinator, node) that it has asked in vain for long
-        self.over: set[tuple[str, str]] = set()  # (node, incarnation): recorded there that it has ended
+        #: (node, incarnation, coordinator): recorded there that it has ended, in the word of this coordinator
+        self.over: set[tuple[str, str, str]] = set()
+        self.begun_at: dict[str, str] = {}  # record of a job -> the node that coordinates it, as participants know it
+        self.follows: dict[tuple[str, str], str] = {}  # (node, snapshot) -> the coordinator that has its promise
+        self.settled: set[tuple[str, str]] = set()  # (node, snapshot): it was told that all nodes have confirmed it
+        self.images_follow: dict[tuple[str, str], str] = {}  # (node, move) -> the successor of its coordinator
+        self.lapsed: set[str] = set()  # nodes whose lease is over: they decide nothing before they have asked
         self.received: set[tuple[str, str]] = set()  # images that targets have received
         self.copies = [Copy(0, "one", "", running=True), Copy(1, "two", "", running=True)]
         self.killed = False  # a fault has ended processes of the job: from then on a rank may be gone for good
@@ -142,7 +152,7 @@ class JobWorld:
             if where == node and record.role == "target" and record.mark in (Mark.PREPARED, Mark.RESTORING):
                 self.sweep(node, move)
         for copy in self.copies:
-            if copy.node == node and copy.bound_to and (node, copy.incarnation) in self.over:
+            if copy.node == node and self.is_over(copy):
                 copy.alive = copy.running = False
 
     def sweep(self, node: str, move: str) -> None:
@@ -163,6 +173,7 @@ class JobWorld:
         """All processes of a node end; its disk stays."""
         self.kill(node)
         self.off.add(node)
+        self.lapsed.add(node)
         self.reboots += 1
         for place in [place for place in self.kept if place[0] == node]:
             del self.kept[place]
@@ -178,8 +189,15 @@ class JobWorld:
             return
         if not any(r.copy is copy and r.role == "source" and not r.ended for r in self.journal.values()):
             copy.alive = copy.running = False
-            over = (to, copy.incarnation) in self.over and copy.bound_to
+            over = (to, copy.incarnation, copy.bound_to) in self.over
             self.copies.append(Copy(rank, to, copy.incarnation, not over, not over, copy.bound_to))
+
+    def is_over(self, copy: Copy) -> bool:
+        return bool(copy.bound_to) and (copy.node, copy.incarnation, copy.bound_to) in self.over
+
+    def apart(self, node: str, other: str) -> bool:
+        """Whether one machine cannot reach the other."""
+        return node != other and (bool({node, other} & self.cut) or other in self.off)
 
     def check(self) -> None:
         """The invariant."""
@@ -236,11 +254,14 @@ class JobWorld:
         record.lease = True
         return record
 
+    def coordinator_of(self, record: Record) -> str:
+        return self.begun_at.get(record.coordinator, NODES[0])
+
     def interrupted(self, node: str, record: Record) -> bool:
         return record.mark in (Mark.FREEZING, Mark.FROZEN) and record.in_life < self.life[node]
 
     def ask(self, node: str, record: Record) -> Answer:
         try:
-            return Answer(str(self.call(node, NODES[0], "job_outcome", record.coordinator)))
+            return Answer(str(self.call(node, self.coordinator_of(record), "job_outcome", record.coordinator)))
         except (Lost, Refused):
             return Answer.UNREACHABLE
