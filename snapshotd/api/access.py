@@ -76,6 +76,7 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Gate/GiveUp": _NODE,
     "/snapshotd.v1.Gate/Open": _BOTH,
     "/snapshotd.v1.Home/Relay": _NODE,
+    "/snapshotd.v1.Home/Say": _NODE,
     "/snapshotd.v1.Job/Begin": _OPERATOR,
     "/snapshotd.v1.Job/Renew": _OPERATOR,
     "/snapshotd.v1.Job/Detach": _OPERATOR,

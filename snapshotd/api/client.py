@@ -342,6 +342,7 @@ class HomeCalls:
     def __init__(self, link: _Link) -> None:
         path = "/snapshotd.v1.Home/"
         self.Relay = BothStream(link, path + "Relay", pb.RelayFrame, pb.RelayFrame)
+        self.Say = Unary(link, path + "Say", pb.SayRequest, pb.SayReply)
 
 
 class DaemonClient:

@@ -391,3 +391,6 @@ class HomeServicer:
         async with contextlib.aclosing(frames_of) as frames:
             async for frame in frames:
                 yield frame
+
+    async def Say(self, request: pb.SayRequest, context: Context) -> pb.SayReply:
+        return await self.relays.said(request, context.caller.name)

@@ -3323,6 +3323,11 @@ class HomeStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.RelayFrame.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.RelayFrame.FromString,
                 _registered_method=True)
+        self.Say = channel.unary_unary(
+                '/snapshotd.v1.Home/Say',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SayRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.SayReply.FromString,
+                _registered_method=True)
 
 
 class HomeServicer:
@@ -3339,6 +3344,13 @@ class HomeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Say(self, request, context):
+        """node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_HomeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -3346,6 +3358,11 @@ def add_HomeServicer_to_server(servicer, server):
                     servicer.Relay,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.RelayFrame.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.RelayFrame.SerializeToString,
+            ),
+            'Say': grpc.unary_unary_rpc_method_handler(
+                    servicer.Say,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.SayRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SayReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -3377,6 +3394,33 @@ class Home:
             '/snapshotd.v1.Home/Relay',
             snapshotd_dot_api_dot_snapshotd__pb2.RelayFrame.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.RelayFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Say(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Home/Say',
+            snapshotd_dot_api_dot_snapshotd__pb2.SayRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.SayReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1006,6 +1006,8 @@ class HomeStub:
     Both directions carry frames of shim/keeper/frames.py; the daemons do not interpret the payload.
     node
     """
+    Say: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.SayRequest, _snapshotd_pb2.SayReply]
+    """node"""
 
 @_typing.type_check_only
 class HomeAsyncStub(HomeStub):
@@ -1017,6 +1019,8 @@ class HomeAsyncStub(HomeStub):
     Both directions carry frames of shim/keeper/frames.py; the daemons do not interpret the payload.
     node
     """
+    Say: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.SayRequest, _snapshotd_pb2.SayReply]  # type: ignore[assignment]
+    """node"""
 
 class HomeServicer(metaclass=_abc_1.ABCMeta):
     """---------------------------------------------------------------- stdio and exit status between keepers"""
@@ -1031,5 +1035,13 @@ class HomeServicer(metaclass=_abc_1.ABCMeta):
         Both directions carry frames of shim/keeper/frames.py; the daemons do not interpret the payload.
         node
         """
+
+    @_abc_1.abstractmethod
+    def Say(
+        self,
+        request: _snapshotd_pb2.SayRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.SayReply, _abc.Awaitable[_snapshotd_pb2.SayReply]]:
+        """node"""
 
 def add_HomeServicer_to_server(servicer: HomeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -227,6 +227,8 @@ class Adoption:
         self.forwarding.withdraw(entry)
         if entry.role == "guest" and not is_over:  # of an incarnation that is over nothing is reported
             self._follow(self.relays.report_end(entry, SIGKILL_STATUS))
+        elif entry.role == "guest" and entry.cut_off:
+            self._follow(self.relays.tell_home(entry, entry.cut_off))
 
     async def _lost_later(self, entry: RankEntry) -> None:
         await asyncio.sleep(HOLD_BACK_S)

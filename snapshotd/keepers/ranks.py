@@ -82,6 +82,7 @@ class RankEntry:
     link: KeeperLink | None = field(default=None, compare=False)
     moving: str = field(default="", compare=False)
     failed: int | None = field(default=None, compare=False)  # its wait status, which its keeper holds back
+    cut_off: str = field(default="", compare=False)  # why this node has ended it by itself: its job may run elsewhere
 
     @property
     def keeper(self) -> Process:
@@ -131,7 +132,7 @@ class RankEntry:
         )
 
 
-_STORED = tuple(item.name for item in fields(RankEntry) if item.name not in {"link", "moving", "failed"})
+_STORED = tuple(item.name for item in fields(RankEntry) if item.name not in {"link", "moving", "failed", "cut_off"})
 
 
 class Ranks:

@@ -154,7 +154,31 @@ class Relays:
                 if reply.frame and decode(reply.frame).type == "exitack":
                     return
 
+    async def tell_home(self, entry: RankEntry, text: str) -> None:
+        """Has a message printed where the user of a rank's launcher sees it. Retries until the home node has answered: it may
+        be cut off, too. A rank that came back meanwhile has another key, and the message is not wanted any more."""
+        request, wait_s = pb.SayRequest(presented=relay_keys.presented(entry), text=text), _FIRST_WAIT_S
+        while True:
+            try:
+                async with self.node.client(entry.home_node, entry.home_endpoint) as client:
+                    await client.home.Say(request, timeout_s=10)
+                return
+            except (RankGone, NotFound, Denied) as error:
+                log.info("the launcher of rank %s is not told why it was ended: %s", entry.uid, error.message)
+                return
+            except SnapshotError:
+                await asyncio.sleep(wait_s)
+                wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
+
     # ------------------------------------------------------------------ on the home node
+
+    async def said(self, request: pb.SayRequest, caller: str) -> pb.SayReply:
+        """Prints what the node that had a rank says about it."""
+        entry, _ = self._home_entry(dict(request.presented), caller)
+        log.warning("rank %s: %s", entry.uid, request.text[:1000])
+        assert entry.link is not None
+        await entry.link.say(request.text)
+        return pb.SayReply()
 
     async def serve(
         self, frames: AsyncIterator[pb.RelayFrame], metadata: dict[str, str], caller: str

@@ -25,7 +25,7 @@ from snapshotd.moves.record_parts import ClusterNode, JobPart
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.proc import host
 
-FIRST, SECOND, ROLLBACK = (f"m-{number:012x}" for number in (1, 2, 3))
+FIRST, SECOND, ROLLBACK, RESUMPTION = (f"m-{number:012x}" for number in (1, 2, 3, 4))
 UIDS = ["train-0", "train-1", "train-2"]
 
 
@@ -314,6 +314,29 @@ async def test_job_that_is_handed_over_is_followed_at_once(nodes: Nodes) -> None
     nodes.cut = {"node-1"}
     await nodes.after(2 * FENCED_S)
     assert nodes["node-1"].ended == [], "it does not coordinate the job: the tether ends its rank"
+
+
+async def test_former_coordinator_lets_no_copy_run_that_waits_for_its_word(nodes: Nodes) -> None:
+    """It had decided a rollback and committed the resumption, and a target has not heard of that before it was lost."""
+    one, here = nodes["node-1"], ("node-1", "node-1")
+    parts = one.journal.get(FIRST).whole().participants
+    for record, kind in ((ROLLBACK, "rollback"), (RESUMPTION, "")):
+        begin = Begin(record, "job", "", "train", 0, *here, *here, "00" * 32, host.boot_id(), 5.0)
+        move_log = one.journal.begin(Begin(**{**_fields(begin), "kind": kind}))
+        suspension = "" if kind else ROLLBACK
+        move_log.mark(Mark.BEGUN, participants=parts, snapshot=FIRST if kind else "", suspension=suspension)
+        move_log.decide(Outcome.COMMIT, "decided", "test")
+    assert (await one.steps.outcome(RESUMPTION)).kind == pb.COMMIT
+    nodes.cut = {"node-1"}
+    await nodes.after(FENCED_S + 1)
+    with pytest.raises(WrongState, match="cut off from most nodes"):
+        await one.steps.outcome(RESUMPTION)
+    await nodes["node-2"].adopt(FIRST, "node-1")
+    nodes.cut = set()
+    await nodes.after(2)
+    assert (await one.steps.outcome(RESUMPTION)).kind == pb.ABORT
+    assert records.rolled_back(one.journal, set(UIDS)) is None
+    assert all(log.ended_unix_s for log in one.journal.all())
 
 
 async def test_unknown_snapshot_is_promised_to_no_successor(nodes: Nodes) -> None:

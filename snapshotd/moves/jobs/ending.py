@@ -87,12 +87,15 @@ class Endings:
         for entry in listed:
             log.error("rank %s is ended: %s", entry.uid, why)
             await in_thread(self.node.ranks.end, entry.uid, entry.incarnation, entry.coordinator_node)
-            if entry.role == "home" and entry.link is not None:
+            text = (
+                f"rank {entry.rank} was ended on {self.node.config.node}: {why}. Its keeper waits for it: unless the job"
+                f" is rolled back already, `migrator job rollback {entry.job}` brings it back"
+            )
+            if entry.role == "guest":
+                entry.cut_off = text  # its home node is told when it has ended
+            elif entry.link is not None:
                 with contextlib.suppress(SnapshotError):
-                    await entry.link.say(
-                        f"rank {entry.rank} was ended on {self.node.config.node}: {why}. Its keeper waits for it: unless"
-                        f" the job is rolled back already, `migrator job rollback {entry.job}` brings it back"
-                    )
+                    await entry.link.say(text)
         await asyncio.gather(*(self.try_to_end(entry, why) for entry in listed))
 
     def ended_ones(self) -> list[RankEntry]:
