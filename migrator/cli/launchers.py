@@ -27,7 +27,7 @@ WORKER_PYTHON, LAUNCH = _KEEPER / "worker-python", _KEEPER / "launch.py"
 #: Internal variables for `migrator run --worker`; the worker does not get them.
 INTERPRETER, FORMER, SHIMLESS = "MIGRATOR_INTERPRETER", "MIGRATOR_PYTHON_EXEC", "MIGRATOR_NO_SHIM"
 UNPROTECTED, CAUTIOUS = "MIGRATOR_ALLOW_UNPROTECTED", "MIGRATOR_NCCL_SAFE"
-JOB = "MIGRATOR_JOB"
+JOB, STORE_SET = "MIGRATOR_JOB", "MIGRATOR_STORE_SET"
 
 #: RAS keeps a thread and sockets when all communicators are destroyed, and nothing but the end of the process closes them. It
 #: is for diagnosis; without it NCCL is as fast.
@@ -38,7 +38,7 @@ NCCL_SAFE = {**NCCL_PRESETS, "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": 
 
 #: With a rendezvous of kind c10d, torchrun's ranks use a store in the launcher, unless this is set: then rank 0 has it. A
 #: whole job can only be suspended or rolled back with its store. With `--master-addr` the launcher always has it.
-STORE_PRESETS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 #: How a rank's device memory is moved: by the driver's checkpoint, or faster by the shim, for memory that is allocated with
 #: the shim loaded from the start. shim/keeper/child.py preloads the library that this selects.
@@ -154,7 +154,9 @@ def launcher_environment(
     protect: dict[str, str] | None = None,
 ) -> dict[str, str]:
     """The launcher's environment; `interpreter` is the one that has this package."""
-    made = {**STORE_PRESETS, **environment, INTERPRETER: interpreter, "PYTHON_EXEC": str(WORKER_PYTHON)}
+    made = {**environment, INTERPRETER: interpreter, "PYTHON_EXEC": str(WORKER_PYTHON)}
+    if STORE_VARIABLE not in environment:
+        made |= {STORE_VARIABLE: "1", STORE_SET: "1"}
     former = environment.get("PYTHON_EXEC")
     if former is not None and former != str(WORKER_PYTHON):
         made[FORMER] = former
@@ -173,7 +175,9 @@ def launcher_environment(
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The worker's environment, without our variables: a launcher that the worker starts belongs to the worker's rank."""
-    own = (INTERPRETER, FORMER, SHIMLESS, UNPROTECTED, CAUTIOUS, JOB, no_ranks.VARIABLE, *protection.VARIABLES)
+    own = {INTERPRETER, FORMER, SHIMLESS, UNPROTECTED, CAUTIOUS, JOB, no_ranks.VARIABLE, *protection.VARIABLES}
+    if STORE_SET in environment:
+        own |= {STORE_SET, STORE_VARIABLE}
     made = {name: value for name, value in environment.items() if name not in own}
     made.pop("PYTHON_EXEC", None)
     if FORMER in environment:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from migrator.cli import launchers, run
+from migrator.cli.launchers import STORE_VARIABLE
 from shim.keeper.library import Library
 from tests.cli.conftest import Migrator
 
@@ -298,6 +299,7 @@ def test_worker_gets_the_environment_that_its_launcher_gave(tmp_path: Path) -> N
     for more, python, rest in (
         ({}, sys.executable, {}),
         ({"PYTHON_EXEC": "/opt/python"}, "/opt/python", {"PYTHON_EXEC": "/opt/python"}),
+        ({STORE_VARIABLE: "0"}, sys.executable, {STORE_VARIABLE: "0"}),
     ):
         done = subprocess.run(
             [sys.executable, "-m", "migrator.cli", "run", "--job", "night", "--no-shim", "--", "torchrun", "x"],
