@@ -121,7 +121,7 @@ def test_protected_ddp_job_goes_on_after_a_rank_was_killed_and_a_node_lost(torch
     nodes.move(job.agents[0], SPARE, rank=1)
     job.await_progress(3)
     before = said().count(", down ")
-    nodes.lab.crash(SPARE)  # nobody declares it dead: it counts as cut off when it was silent for long
+    nodes.lab.crash(SPARE)  # no operator declares it dead; it counts as cut off after a long silence
     until("the second rollback", lambda: said().count(", down ") > before, 240)
     job.await_progress(3)
     nodes.lab.boot(SPARE)

@@ -101,5 +101,5 @@ def _say(text: str) -> None:
 
 
 def _say_beside_rank(text: str) -> None:
-    with contextlib.suppress(OSError):  # whoever read it has gone; the job has not
+    with contextlib.suppress(OSError):  # the reader of this output has ended, but the job has not
         print(f"migrator protect: {formatting.plain(text)}", flush=True, file=sys.stderr)

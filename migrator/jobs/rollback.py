@@ -186,7 +186,7 @@ async def _examine(cluster: Cluster, record: pb.JobRecord, places: Mapping[int, 
 async def _must_have_launchers(
     cluster: Cluster, places: Mapping[int, Place], infos: Mapping[str, pb.NodeInfo], options: JobOptions
 ) -> None:
-    """Raises Refused if the launcher of a rank has ended by itself: nobody waits for the job any more."""
+    """Raises Refused if the launcher of a rank has ended by itself: then nothing waits for the job any more."""
     ranks = {number: place.facts.rank for number, place in sorted(places.items())}
     kept, silent = await homes.kept_on(cluster, (rank.home_node for rank in ranks.values()))
     lost = {rank.home_node for rank in ranks.values() if homes.was_rebooted(rank, infos)} | options.lost

@@ -25,7 +25,7 @@ import stat
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from snapshotd.files import closed, closed_place, cut_back, paths
+from snapshotd.files import closed, closed_place, cut_back, file_content, paths
 from snapshotd.sandbox.enter import enter
 from snapshotd.sandbox.privileges import CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, Ids
 from snapshotd.sandbox.profiles import Profile
@@ -44,8 +44,6 @@ _AS_ROOT = (CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER)
 #: For looking at root's files: without it, access(2) would deny what ranks of root can do.
 _LOOK_AS_ROOT = (CAP_DAC_OVERRIDE,)
 _PR_SET_PDEATHSIG = 1
-_BLOCK_BYTES = 1 << 20
-_COPY_BYTES = 1 << 30
 
 #: With whose id files are accessed. Not the effective id: `snapshotd/sandbox/privileges.py` says why.
 _user_id = os.geteuid()
@@ -125,7 +123,7 @@ def _examine(order: Order, fds: list[int], _given: list[int], _undo: Undo) -> An
         return {"state": "taken", "by": "by a file of another type, owner, group or mode"}
     existing = paths.open_regular(order["name"], folder=folder)
     try:
-        same = os.path.samestat(here, os.fstat(existing)) and _same_content(existing, image)
+        same = os.path.samestat(here, os.fstat(existing)) and file_content.same(existing, image)
     finally:
         os.close(existing)
     return {"state": "same", **_made(here)} if same else {"state": "taken", "by": "by a file with other content"}
@@ -143,7 +141,7 @@ def _make_file(order: Order, fds: list[int], _given: list[int], undo: Undo) -> A
     file = os.open(side, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     made = os.fstat(file)
     try:
-        _copy(image, file)
+        file_content.copy(image, file)
         os.fchown(file, order["user_id"], order["group_id"])
         os.fchmod(file, order["mode"])
         os.utime(file, ns=(order["mtime_ns"], order["mtime_ns"]))
@@ -364,41 +362,6 @@ def _remove_now(folder: int, name: str, here: os.stat_result) -> None:
         os.rmdir(name, dir_fd=folder)
     else:
         os.unlink(name, dir_fd=folder)
-
-
-def _copy(image: int, file: int) -> None:
-    """Copies the content, its holes as holes."""
-    size = os.fstat(image).st_size
-    offset = 0
-    while offset < size:
-        try:
-            begin = os.lseek(image, offset, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            break
-        end = os.lseek(image, begin, os.SEEK_HOLE)
-        os.lseek(file, begin, os.SEEK_SET)
-        while begin < end:
-            count = os.sendfile(file, image, begin, min(_COPY_BYTES, end - begin))
-            if not count:
-                raise OSError(errno.EIO, "the image became shorter")
-            begin += count
-        offset = end
-    os.ftruncate(file, size)
-
-
-def _same_content(one: int, other: int) -> bool:
-    size = os.fstat(one).st_size
-    if size != os.fstat(other).st_size:
-        return False
-    offset = 0
-    while offset < size:
-        block = os.pread(one, _BLOCK_BYTES, offset)
-        if not block or block != os.pread(other, len(block), offset):
-            return False
-        offset += len(block)
-    return True
 
 
 if __name__ == "__main__":

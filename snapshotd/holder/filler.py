@@ -17,27 +17,19 @@ import ctypes
 import json
 import mmap
 import os
-import signal
 import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from snapshotd.api.errors import SnapshotError
+from snapshotd.holder import stripe_child
 from snapshotd.holder.client import Holder
 from snapshotd.holder.driver import DriverError, Gpu, chunks
 from snapshotd.holder.process import BATCH, MESSAGE_BYTES
 from snapshotd.inprocess.holding import HeldBlock
-from snapshotd.sandbox.enter import enter
-from snapshotd.sandbox.profiles import Profile
 
-_PR_SET_PDEATHSIG = 1
-_OOM_SCORE = 900
 _SLOTS = 2
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_…
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class Filler:
@@ -150,7 +142,7 @@ class Filler:
         gone = (filled - self._behind_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if gone <= freed:
             return freed
-        _libc.fallocate(self._files[number], _PUNCH_HOLE | _KEEP_SIZE, freed, gone - freed)
+        stripe_child.remove(self._files[number], freed, gone)
         return gone
 
     def _report(self, number: int, at: int, *, last: bool = False) -> None:
@@ -164,22 +156,5 @@ class Filler:
             self._line.send(json.dumps(message).encode())
 
 
-def _main() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open("/proc/self/oom_score_adj", "w") as file:
-        file.write(str(_OOM_SCORE))
-    enter(Profile.CUDA)
-    line = socket.socket(fileno=os.dup(0))
-    blob = line.recv(MESSAGE_BYTES)
-    if not blob:
-        return
-    try:
-        Filler(line, json.loads(blob)).run()
-    except (OSError, DriverError, SnapshotError) as error:
-        line.send(json.dumps({"error": str(error), "code": "gpu-failed"}).encode())
-        line.recv(1)
-
-
 if __name__ == "__main__":
-    _main()
+    stripe_child.main(Filler)

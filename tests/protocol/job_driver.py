@@ -187,7 +187,7 @@ class RollingBack:
 
 
 class Protecting:
-    """A driver that rolls the job back although its coordinator may be lost, and nobody says so."""
+    """A driver that rolls the job back although its coordinator may be lost, which no operator has declared."""
 
     def __init__(self, model: JobModel, name: str) -> None:
         self.model, self.name = model, name

@@ -1,5 +1,5 @@
-"""Every event of a rollback after the coordinator was lost, and nobody has said so, with every participant dying at it: also
-the coordinator, when it comes back, and its successor. One incarnation runs, and a retry brings the job back."""
+"""Walks rollbacks after the loss of a coordinator that no operator has declared dead. Every participant dies at every event,
+also the coordinator when it comes back, and its successor. One incarnation runs, and a retry brings the job back."""
 
 from __future__ import annotations
 

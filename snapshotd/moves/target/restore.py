@@ -11,18 +11,16 @@ import logging
 import time
 from pathlib import Path
 
-import aiofiles
-
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import CriuFailed, Damaged, Denied, Where
+from snapshotd.api.errors import CriuFailed, Where
 from snapshotd.criu import images, layers, links, session, verify
 from snapshotd.cuda.driver import Pair
 from snapshotd.files.as_user import User, file_user
 from snapshotd.keepers import relay_keys
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry, cgroup_for_guest
-from snapshotd.moves import affinity, closed_manifest, description, tree_facts
+from snapshotd.moves import affinity, closed_manifest, tree_facts
 from snapshotd.moves.carry import Made
 from snapshotd.moves.closed_manifest import Placed
 from snapshotd.moves.description import ImageDescription
@@ -36,7 +34,7 @@ from snapshotd.moves.peers.forwarding import moved_listeners
 from snapshotd.moves.record import Begin, Fields
 from snapshotd.moves.record_parts import ClusterNode, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
-from snapshotd.moves.target import comparison, grown_files, guest_keeper
+from snapshotd.moves.target import arrived_image, comparison, grown_files, guest_keeper
 from snapshotd.moves.target.limits import set_limits
 from snapshotd.moves.tree_facts import TreeFacts
 from snapshotd.net.places import Places
@@ -65,8 +63,8 @@ class Restore:
         """Restores; returns what is journalled about the held copy. `parts` collects timings, `incoming` receives offloaded
         device memory, which `fills` puts onto the GPU."""
         folder = self.node.store.path(self.log.move)
-        image = await _read_description(folder)
-        _same_rank(self.log, image)
+        image = await arrived_image.read_description(folder)
+        arrived_image.must_be_of_rank(self.log, image)
         with span("verify image"):
             described = await in_thread(self._verify, folder, image)
         if image.by_device_channel and incoming is None:
@@ -369,32 +367,6 @@ def _image_bytes(folder: Path) -> int:
 async def _on_notify(script: str, _pid: int) -> None:
     if script == "post-restore":
         await reach(Point.RESTORING)
-
-
-async def _read_description(folder: Path) -> ImageDescription:
-    try:
-        async with aiofiles.open(folder / description.FILE, "rb") as file:
-            content = await file.read(description.MAX_BYTES + 1)
-        return await in_thread(description.decode, content)
-    except OSError as error:
-        raise Damaged(f"the description of the image cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
-
-
-def _same_rank(move_log: MoveLog, image: ImageDescription) -> None:
-    """The image must be of the user and groups that preflight was shown. Raises Denied."""
-    shown = move_log.record.identity
-    if image.user_id != move_log.begin.user_id:
-        raise Denied(
-            f"the image is of a rank of user {image.user_id}; this node agreed to one of user {move_log.begin.user_id}",
-            remedy="the move is undone; check the source node, its daemon must not do this",
-            where=Where.SOURCE_FROZEN,
-        )
-    if image.identity != shown:
-        raise Denied(
-            f"the image is of a rank that runs as {image.identity}; this node agreed to one that runs as {shown}",
-            remedy="the move is undone; check the source node, its daemon must not do this",
-            where=Where.SOURCE_FROZEN,
-        )
 
 
 def _processes(pids: list[int], inner: list[int]) -> list[tree.Process]:
