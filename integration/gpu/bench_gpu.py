@@ -1,9 +1,9 @@
 """Measures the parts of the pause of a GPU rank: `python3 -m integration.gpu.bench_gpu --gib 1 8 32`.
 
-The same job is measured three times in one run: moved between two lab nodes with its device memory offloaded by the
-shim, moved with its memory left to the driver, and checkpointed with plain `criu` and the driver's calls
-(`by_hand.py`). Nothing here passes or fails. Tables and a chart come last; each result is written to gpu-bench.json
-immediately.
+The same job is measured several times in one run: moved between two lab nodes with its device memory kept on the GPU until it
+is sent, offloaded by the shim into files, or left to the driver, and checkpointed with plain `criu` and the driver's calls
+(`by_hand.py`). With --gpt the job is the training of a GPT with torch.compile (`gpu_gpt.py`). Nothing here passes or fails.
+Tables and a chart come last; each result is written to gpu-bench.json immediately, and the trace of each move beside it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from integration.gpu import by_hand, chart, host_memory
 from integration.gpu.by_hand import Part
-from integration.gpu.gpu_jobs import DEVICE, GIB, OUT, TRAIN, why_not
-from integration.harness import Cluster, cluster, until
+from integration.gpu.gpu_jobs import DEVICE, GIB, OUT, ROOT, TRAIN, hold_device_memory, why_not
+from integration.harness import WORKLOADS, Cluster, cluster, until
 
 NODES = ("node-1", "spare-1")
 NAMES = (
     *("empty-cache", "prepare", "park", "lock", "offload", "checkpoint", "criu-dump", "stream"),
     *("criu-restore", "cuda-restore", "unlock", "refill", "pause"),
 )
-OFFLOAD, DRIVER, BY_HAND = WAYS = ("offload", "driver", "by hand")
+HOLD, OFFLOAD, DRIVER, BY_HAND = WAYS = ("hold", "offload", "driver", "by hand")
+SLOW = (DRIVER, BY_HAND)
 #: More than any of these moves takes.
 MOVE_S = 1800.0
 
@@ -40,26 +41,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", choices=WAYS, nargs="+", default=WAYS)
     parser.add_argument("--others-at-gib", type=float, nargs="+", help="the slow ways at these sizes alone")
+    parser.add_argument("--gpt", action="store_true", help="train a GPT, and no ballast of --gib")
+    parser.add_argument("--precopy-limit", type=float, default=0.0, help="see `migrator move --precopy-limit`")
     options = parser.parse_args(arguments)
     if why_not():
         sys.exit(f"bench_gpu: {why_not()}")
     results: list[dict[str, Any]] = []
     with cluster("gpubench", NODES) as nodes:
-        ways: dict[str, Callable[[Sequence[str]], dict[str, Any]]] = {
-            OFFLOAD: lambda flags: moved(nodes, flags, OFFLOAD),
-            DRIVER: lambda flags: moved(nodes, flags, DRIVER),
-            BY_HAND: lambda flags: {"parts": by_hand.run(flags)},
-        }
-        for gib in options.gib:
-            flags = ["--gib", str(gib), "--cached-gib", str(options.cached_gib), "--steps", "1000000000"]
-            flags += ["--digest-every", "1000000000", "--pace-s", "0.02"]
+        for gib in [0.0] if options.gpt else options.gib:
+            command = [sys.executable, *_program(gib, options)]
             for round_ in range(options.rounds):
                 for way in options.only:
-                    if way != OFFLOAD and options.others_at_gib and gib not in options.others_at_gib:
+                    if way in SLOW and options.others_at_gib and gib not in options.others_at_gib:
                         continue
                     result: dict[str, Any] = {"gib": gib, "way": way, "round": round_ + 1}
                     try:
-                        result |= ways[way](flags)
+                        if way == BY_HAND:
+                            result["parts"] = by_hand.run(command)
+                        else:
+                            result |= moved(nodes, command, way, options.precopy_limit)
                     except (RuntimeError, AssertionError, OSError) as error:  # continue with the other measurements
                         result["failed"] = str(error)[:4000]
                     results.append(result)
@@ -69,15 +69,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def moved(nodes: Cluster, flags: Sequence[str], device_memory: str) -> dict[str, Any]:
+def _program(gib: float, options: argparse.Namespace) -> list[str]:
+    endless = ["--steps", "1000000000", "--digest-every", "1000000000"]
+    if options.gpt:
+        folder = ROOT / "integration" / ".work"
+        folder.mkdir(exist_ok=True)
+        return [str(WORKLOADS / "gpu_gpt.py"), "--data", str(folder), *endless]
+    return [TRAIN, "--gib", str(gib), "--cached-gib", str(options.cached_gib), "--pace-s", "0.02", *endless]
+
+
+def moved(nodes: Cluster, command: Sequence[str], way: str, precopy_limit: float) -> dict[str, Any]:
     """Moves a new job once; returns the parts of the move as reported, and the host memory that it used."""
-    job = nodes.start(NODES[0], [sys.executable, TRAIN, *flags], options=["--device-memory", device_memory])
+    hold_device_memory(nodes, NODES, on=way == HOLD)
+    job = nodes.start(NODES[0], command, options=["--device-memory", DRIVER if way == DRIVER else OFFLOAD])
     try:
         until("the job's first steps", lambda: _steps(job.text()) > 10 or job.process.poll() is not None, 300)
         if job.process.poll() is not None:
             raise RuntimeError(f"the job ended with {job.process.returncode}:\n{job.text()[-2000:]}")
         with host_memory.peaks(nodes) as peaks:
-            answer = nodes.move(job, NODES[1], timeout_s=MOVE_S)
+            OUT.mkdir(parents=True, exist_ok=True)
+            trace = ("--trace", str(OUT / f"trace-{job.name}-{way}.json"))
+            limit = ("--precopy-limit", str(precopy_limit)) if precopy_limit else ()
+            answer = nodes.move(job, NODES[1], timeout_s=MOVE_S, more=(*trace, *limit))
         steps = _steps(job.text())
         until("the job to go on", lambda: _steps(job.text()) > steps + 3, 60)
         copied = copied_gbps(nodes.logs(400), answer["move"])
@@ -165,22 +178,24 @@ def _pause(results: Sequence[dict[str, Any]], gib: float, way: str) -> float | N
 
 
 def ratios(results: Sequence[dict[str, Any]]) -> str:
-    """A table of how much offloading shortens the pause, and of host memory relative to device memory in use."""
-    lines = ["| offloaded | driver ÷ offloaded | by hand ÷ offloaded | host memory, source | host memory, target |"]
+    """A table of how much the fast ways shorten the pause, and of host memory relative to device memory in use."""
+    lines = ["| moved | driver ÷ it | by hand ÷ it | host memory, source | host memory, target |"]
     lines.append("| --- | --- | --- | --- | --- |")
-    for gib in dict.fromkeys(result["gib"] for result in results):
-        offloaded = _pause(results, gib, OFFLOAD)
-        if offloaded is None:
+    for gib, way in [
+        (gib, way) for gib in dict.fromkeys(result["gib"] for result in results) for way in (HOLD, OFFLOAD)
+    ]:
+        pause = _pause(results, gib, way)
+        if pause is None:
             continue
-        times = [_pause(results, gib, way) for way in (DRIVER, BY_HAND)]
-        cells = [f"{other / offloaded:.1f}" if other else "–" for other in times]
+        times = [_pause(results, gib, other) for other in SLOW]
+        cells = [f"{other / pause:.1f}" if other else "–" for other in times]
         taken = [
-            [result["host_bytes"][node] / result["answer"]["device_bytes"] for node in NODES]
+            [result["host_bytes"][node] / max(1, result["answer"]["device_bytes"]) for node in NODES]
             for result in results
-            if (result["gib"], result["way"]) == (gib, OFFLOAD) and "failed" not in result
+            if (result["gib"], result["way"]) == (gib, way) and "failed" not in result
         ]
         cells += [f"{max(ratio):.2f}" for ratio in zip(*taken, strict=True)]
-        lines.append(f"| {gib:g} GiB | {' | '.join(cells)} |")
+        lines.append(f"| {gib:g} GiB, {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

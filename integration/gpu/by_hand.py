@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.gpu.gpu_jobs import ON_GPU, ROOT, TRAIN
+from integration.gpu.gpu_jobs import ON_GPU, ROOT
 from integration.gpu.watch import resident_bytes
 from integration.harness import until
 from snapshotd.criu.find import find_criu
@@ -31,9 +31,9 @@ class Part:
     bytes: int = 0
 
 
-def run(flags: Sequence[str]) -> list[Part]:
-    """Runs all parts and returns them in order."""
-    with memory_folder() as folder, _driver() as call, _job(flags, folder) as job:
+def run(command: Sequence[str]) -> list[Part]:
+    """Runs all parts for a job with this command and returns them in order."""
+    with memory_folder() as folder, _driver() as call, _job(command, folder) as job:
         return _once(job, folder, call)
 
 
@@ -98,11 +98,11 @@ def memory_folder() -> Iterator[Path]:
 class _Job:
     """The job, started so that plain criu can dump it: in its own session, with its output in files."""
 
-    def __init__(self, flags: Sequence[str], out: Path) -> None:
+    def __init__(self, command: Sequence[str], out: Path) -> None:
         self.out, self.restored = out, False
         with out.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, TRAIN, *flags],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -132,8 +132,8 @@ def _gone(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def _job(flags: Sequence[str], folder: Path) -> Iterator[_Job]:
-    job = _Job(flags, folder / "job.out")
+def _job(command: Sequence[str], folder: Path) -> Iterator[_Job]:
+    job = _Job(command, folder / "job.out")
     try:
         until("the job's first steps", lambda: job.steps() > 10 or job.process.poll() is not None, 300)
         if job.process.poll() is not None:

@@ -89,6 +89,16 @@ def measured(result: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if value}
 
 
+def hold_device_memory(nodes: Cluster, names: Sequence[str], *, on: bool) -> None:
+    """Sets whether device memory stays on the GPU until it is sent, and restarts the daemons."""
+    for node in names:
+        path = nodes.lab.layout.node(node) / "snapshotd.toml"
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("hold_device_memory")]
+        path.write_text("\n".join([f"hold_device_memory = {json.dumps(on)}", *lines]) + "\n")
+        nodes.lab.kill_daemon(node)
+        nodes.lab.start_daemon(node)
+
+
 # ---------------------------------------------------------------- undisturbed runs
 
 

@@ -5,7 +5,6 @@ Source and target share one GPU here, so it needs room for the rank twice. `SNAP
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from integration.gpu.gpu_jobs import (
     TARGET,
     Training,
     Undisturbed,
+    hold_device_memory,
     measured,
     needs_cuda,
     record,
@@ -45,18 +45,9 @@ def undisturbed() -> Iterator[Undisturbed]:
 
 @pytest.fixture
 def holding(nodes: Cluster) -> Iterator[Cluster]:
-    _configure(nodes, hold=True)
+    hold_device_memory(nodes, (SOURCE, TARGET), on=True)
     yield nodes
-    _configure(nodes, hold=False)
-
-
-def _configure(nodes: Cluster, *, hold: bool) -> None:
-    for node in (SOURCE, TARGET):
-        path = nodes.lab.layout.node(node) / "snapshotd.toml"
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("hold_device_memory")]
-        path.write_text("\n".join([f"hold_device_memory = {json.dumps(hold)}", *lines]) + "\n")
-        nodes.lab.kill_daemon(node)
-        nodes.lab.start_daemon(node)
+    hold_device_memory(nodes, (SOURCE, TARGET), on=False)
 
 
 def _used_mib() -> int:
