@@ -12,12 +12,15 @@ import pytest
 
 from integration.gpu_nodes import GpuCluster
 from integration.harness import Cluster, until
+from integration.offloads import LARGE, LARGE_MIB, MIB, part
 from snapshotd.runtime.faults import Point
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 ONE, TWO, SPARE = "node-1", "node-2", "spare-1"
 UNDONE = 11
+#: What the fake driver's own memory takes for each process, and a little more for small allocations.
+CONTEXT_MIB = 64 + 2
 
 
 def _job(nodes: Cluster, *arguments: str, expect: int = 0) -> dict[str, Any]:
@@ -29,7 +32,7 @@ def _job(nodes: Cluster, *arguments: str, expect: int = 0) -> dict[str, Any]:
 
 @pytest.mark.timeout(900)
 def test_gpu_job_is_suspended_resumed_snapshotted_and_rolled_back(lab: GpuCluster) -> None:
-    """The driver's checkpoint carries the device memory, also of a rank that the shim could offload."""
+    """Of a rank with so little device memory that the driver's checkpoint carries all of it."""
     nodes = lab.cluster
     job = lab.job(ONE, "--threads", "2", "--mib", "16")
     job.await_lines(10)
@@ -65,4 +68,32 @@ def test_gpu_job_is_suspended_resumed_snapshotted_and_rolled_back(lab: GpuCluste
     assert [rank["node"] for rank in answer["ranks"]] != [SPARE]
     job.await_progress(3)
     nodes.lab.boot(SPARE)
+    lab.ends_well(job)
+
+
+@pytest.mark.timeout(900)
+def test_device_memory_of_a_suspended_job_is_stored_in_stripes(lab: GpuCluster) -> None:
+    """The driver's checkpoint carries nothing but what the driver itself needs."""
+    nodes = lab.cluster
+    job = lab.job(ONE, *LARGE, "--threads", "1")
+    job.await_lines(5)
+
+    for point in (Point.OFFLOADED, Point.STREAM):
+        nodes.fault(ONE, point, "fail")
+        answer = _job(nodes, "suspend", job.name, expect=UNDONE)
+        assert "running, as before" in answer["state"], answer
+        job.await_progress(3)
+
+    suspended = _job(nodes, "suspend", job.name)
+    assert part(suspended, "offload")["bytes"] >= LARGE_MIB * MIB
+    assert part(suspended, "checkpoint")["bytes"] <= CONTEXT_MIB * MIB
+    assert suspended["warnings"] == []
+    until("the GPU to be empty", lambda: lab.used_bytes(ONE) == 0)
+
+    nodes.fault(SPARE, Point.REFILLED, "fail")
+    answer = _job(nodes, "resume", job.name, "--on", f"0={SPARE}", expect=UNDONE)
+    assert "its images are whole" in answer["state"], answer
+    resumed = _job(nodes, "resume", job.name, "--on", f"0={SPARE}")
+    assert part(resumed, "refill")["bytes"] == part(suspended, "offload")["bytes"]
+    job.await_progress(3)
     lab.ends_well(job)

@@ -48,6 +48,7 @@ class JobResult:
     bytes: int = 0
     pause_s: float = 0.0  # snapshot
     phases: list[PhaseTime] = field(default_factory=list)
+    parts: list[PhaseTime] = field(default_factory=list)  # the parts of phases: the longest of all ranks, and all bytes
     reason: str = ""
     state: str = ""  # what the job is doing now, in words
     error_code: str = ""
@@ -70,6 +71,7 @@ class JobResult:
             "pause_s": round(self.pause_s, 4),
             "bytes": self.bytes,
             "phases": [phase.to_json() for phase in self.phases],
+            "parts": [part.to_json() for part in self.parts],
             "warnings": self.warnings,
             "reason": self.reason,
             "state": self.state,

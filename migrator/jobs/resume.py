@@ -163,6 +163,7 @@ class Resumption(JobRun):
             request = pb.MoveRequest(move=part.move)
             reply = await (await self.client(part.node)).target.Restore(request, timeout_s=timeout_s)
             self.nccl = self.nccl or reply.nccl
+            self.add_parts(reply.parts)
 
         await each(self.participants, ask)
 

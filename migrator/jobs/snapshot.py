@@ -108,6 +108,7 @@ class Snapshot(Suspension):
             )
             async for progress in (await self.client(part.node)).source.Send(request, timeout_s=timeout_s):
                 self.sent("copy", part.copy, progress)
+                self.add_parts(progress.parts)
 
         await each(self.participants, ask)
 

@@ -155,6 +155,8 @@ class Suspension(JobRun):
             request = pb.MoveRequest(move=part.move)
             reply = await (await self.client(part.node)).source.Freeze(request, timeout_s=timeout_s)
             sockets[part.rank] = Sockets(part.node, reply.rewires)
+            self.add_parts(reply.parts)
+            self.warnings += [f"rank {part.rank} on {part.node}: {warning}" for warning in reply.warnings]
 
         await each(self.participants, ask)
         found = connections.check(sockets)
@@ -171,6 +173,7 @@ class Suspension(JobRun):
             stream = (await self.client(part.node)).source.Stream(request, timeout_s=timeout_s)
             async for progress in stream:
                 self.sent("store", part.move, progress)
+                self.add_parts(progress.parts)
 
         await each(self.participants, ask)
 

@@ -14,7 +14,7 @@ from migrator.cluster import Cluster
 from migrator.driver.reporter import Reporter
 from migrator.job_protocol import JobStep, JobVerdict, index_of, undo_plan
 from migrator.job_results import JobOptions, JobResult, RankPlace
-from migrator.results import Event
+from migrator.results import Event, PhaseTime
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import OutcomeUnknown, RankGone, Refused, SnapshotError, Timeout, Undone, Where
@@ -52,6 +52,7 @@ class JobRun(ABC):
         self.undoing = False
         self.began = time.monotonic()
         self.bytes: dict[str, tuple[int, int]] = {}  # by move: sent, expected
+        self.parts: dict[str, PhaseTime] = {}  # by name
         self.warnings: list[str] = []
         self.unconfirmed: list[str] = []  # ranks whose nodes have not confirmed the undo, and why
         self._clients: dict[str, DaemonClient] = {}
@@ -146,6 +147,12 @@ class JobRun(ABC):
         self.bytes[move] = (progress.bytes_sent, progress.bytes_expected)
         done, expected = (sum(column) for column in zip(*self.bytes.values(), strict=True))
         self.reporter.sent(phase, done, expected)
+
+    def add_parts(self, parts: Iterable[pb.Part]) -> None:
+        """Of one rank. The ranks work at the same time, so the longest counts."""
+        for part in parts:
+            known = self.parts.setdefault(part.name, PhaseTime(part.name, 0.0, 0))
+            known.seconds, known.bytes = max(known.seconds, part.seconds), known.bytes + part.bytes
 
     def refuse_if(self, checks: Iterable[tuple[str, pb.Check]]) -> None:
         """Raises Refused with all refusals; collects warnings. Each check comes with the name of its rank."""
@@ -317,6 +324,7 @@ def _result(run: JobRun, verdict: JobVerdict, reason: str, state: str, error: Sn
         pause_s=run.pause_s,
         bytes=sum(done for done, _ in run.bytes.values()),
         phases=run.reporter.phases,
+        parts=list(run.parts.values()),
         reason=reason,
         state=state or verdict.value,
         error_code=error.code if error is not None else "",

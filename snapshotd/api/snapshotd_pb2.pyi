@@ -2418,6 +2418,7 @@ class Progress(_message.Message):
     DUMP_SECONDS_FIELD_NUMBER: _builtins.int
     STREAM_SECONDS_FIELD_NUMBER: _builtins.int
     CHUNKS_RESENT_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     bytes_sent: _builtins.int
     bytes_zero: _builtins.int
     """all-zero pages, which are not sent"""
@@ -2426,6 +2427,10 @@ class Progress(_message.Message):
     dump_seconds: _builtins.float
     stream_seconds: _builtins.float
     chunks_resent: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
+        """of the whole step; only in the last message"""
+
     def __init__(
         self,
         *,
@@ -2436,10 +2441,11 @@ class Progress(_message.Message):
         dump_seconds: _builtins.float = ...,
         stream_seconds: _builtins.float = ...,
         chunks_resent: _builtins.int = ...,
+        parts: _abc.Iterable[Global___Part] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_expected", b"bytes_expected", "bytes_sent", b"bytes_sent", "bytes_zero", b"bytes_zero", "chunks_resent", b"chunks_resent", "done", b"done", "dump_seconds", b"dump_seconds", "stream_seconds", b"stream_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_expected", b"bytes_expected", "bytes_sent", b"bytes_sent", "bytes_zero", b"bytes_zero", "chunks_resent", b"chunks_resent", "done", b"done", "dump_seconds", b"dump_seconds", "parts", b"parts", "stream_seconds", b"stream_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

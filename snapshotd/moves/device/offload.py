@@ -65,7 +65,8 @@ class Offload:
         self._announcing: asyncio.Task[None] | None = None
 
     @property
-    def _expected_bytes(self) -> int:
+    def expected_bytes(self) -> int:
+        """What will be offloaded, as far as it is known yet."""
         return sum(one.expected_bytes for one in self.striped)
 
     # ------------------------------------------------------------------ while the job runs
@@ -78,11 +79,12 @@ class Offload:
             await self.give_up(error)
 
     async def _prepare(self) -> None:
-        if self.node.config.hold_device_memory and len(self._gpus) == 1 and await self._prepare_to_hold():
+        holds = self.node.config.hold_device_memory and len(self._gpus) == 1 and not self.log.begin.coordinator
+        if holds and await self._prepare_to_hold():
             return
         await self._journal()
         await self._make_files()
-        await self.channel.open(self._expected_bytes)
+        await self.channel.open(self.expected_bytes)
         await all_at_once(self._ready, self.striped)
 
     async def _journal(self) -> None:
@@ -102,7 +104,7 @@ class Offload:
             )
             await in_thread(stripe_files.make_folder, self.node.config.image_dir, self.log.move)
             self.channel.hold(self.striped[0].slot_bytes, self._gpus[0])
-            await self.channel.open(self._expected_bytes)
+            await self.channel.open(self.expected_bytes)
             if not self.channel.works:
                 raise Unreachable("there is no device-memory channel")
             for one in self.striped:
@@ -169,7 +171,7 @@ class Offload:
     async def reopen_channel(self) -> None:
         """Replaces a channel that broke while the job was advancing to its cut; nothing was sent yet. Raises Unreachable if
         there is none any more, and held memory, which cannot follow the image, needs one."""
-        await self.channel.reopen(self._expected_bytes)
+        await self.channel.reopen(self.expected_bytes)
         if self.holds and not self.channel.works:
             raise Unreachable(
                 f"the device-memory channel broke before the rank was frozen: {'; '.join(self.warnings)}",

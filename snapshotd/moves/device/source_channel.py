@@ -58,8 +58,11 @@ class SourceChannel:
         return self.outgoing.sent_bytes if self.outgoing is not None else 0
 
     async def open(self, expected_bytes: int) -> None:
-        """Opens the channel, or warns that there is none. Raises UnknownMethod if the target cannot refill."""
+        """Opens the channel, or warns that there is none. Raises UnknownMethod if the target cannot refill. A rank that is
+        suspended with its job has none: its image stays here, and the files with it."""
         begin, config = self.log.begin, self.node.config
+        if begin.coordinator:
+            return
         request = pb.OpenDeviceChannelRequest(
             move=begin.move,
             names=self.names,

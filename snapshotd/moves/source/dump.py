@@ -33,6 +33,7 @@ from snapshotd.moves.closed_files import Ahead
 from snapshotd.moves.description import FILE, ImageDescription
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.offload import Offload
+from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.precopied import Precopied
@@ -90,8 +91,10 @@ class Dump:
         self.linked: list[links.Linked] = []  # files that criu will make links to
         self.layers: Sequence[below.Layer] = []  # pages that criu leaves out
 
-    def progress(self) -> pb.Progress:
+    def progress(self, parts: Parts | None = None) -> pb.Progress:
+        """`parts`: of what came after the dump, for the last answer."""
         sender = self.sender
+        dumped = pb.Part(name="criu-dump", seconds=self.dump_seconds, bytes=sender.bytes_sent if sender else 0)
         return pb.Progress(
             bytes_sent=(sender.bytes_sent if sender else 0) + (self.offload.sent_bytes if self.offload else 0),
             bytes_zero=sender.bytes_zero if sender else 0,
@@ -100,6 +103,7 @@ class Dump:
             done=self.done,
             dump_seconds=self.dump_seconds,
             stream_seconds=host.boottime_s() - self.began_s,
+            parts=[dumped, *parts.all] if parts is not None else (),
         )
 
     async def run(self) -> None:

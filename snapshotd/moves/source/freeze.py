@@ -142,7 +142,7 @@ async def freeze(
 
 async def _prepare(node: Node, moving: Moving, processes: list[tree.Process], parts: Parts) -> None:
     """Prepares the stripes, once, unless this daemon was restarted since."""
-    if moving.log.begin.coordinator:
+    if moving.log.begin.kind == "snapshot":
         moving.prepared = True  # the driver's checkpoint carries all of it: it belongs into the image
     if not moving.prepared:
         began = host.boottime_s()

@@ -65,12 +65,12 @@ def copy_exists(move_log: MoveLog, entry: RankEntry | None) -> bool:
 
 
 async def make_room(node: Node, moving: Moving, entry: RankEntry) -> None:
-    """Reserves room for the image while the rank runs, and for its device memory, which the driver's checkpoint copies into
-    the rank's host memory. Raises Full."""
+    """Reserves room for the image while the rank runs, and for its device memory on its way there: in stripe files, or in the
+    rank's own memory, into which the driver's checkpoint copies it. Raises Full."""
     move_log, facts = moving.log, moving.facts
     if facts.HasField("gpu"):
-        facts.gpu.offloaded_bytes = 0  # for the target, too: nothing of it arrives beside the image
         await freeze.make_ready(node, moving, entry, Parts())
+        facts.gpu.offloaded_bytes = moving.offload.expected_bytes if moving.offload is not None else 0
     needed_bytes = facts.memory_bytes + facts.carried_bytes
     await in_thread(node.store_of(move_log.begin).create, move_log.move, needed_bytes)
 
