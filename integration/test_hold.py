@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from integration.harness import until
 from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, UNDONE, children, part, start
 from snapshotd.runtime.faults import Point
 
+#: More than the file system for images may have.
+HUGE_MIB, SMALL_MIB = 640, 560
 COPIER, FILLER = "snapshotd.holder.copier", "snapshotd.holder.filler"
 
 
@@ -63,6 +66,38 @@ def test_rank_moves_there_and_back_and_nothing_is_copied_while_it_waits(holding:
         for program in (COPIER, FILLER, "snapshotd.holder.process"):
             until(f"{program} to end", functools.partial(gone, holding, program))
     holding.ends_well(job)
+
+
+def test_rank_that_is_larger_than_the_memory_for_images_moves(holding: GpuCluster) -> None:
+    """Both nodes may use less memory than the rank has on its GPU. Without holding, it is refused before anything is paused.
+
+    What the rank has never used takes no memory of the machine yet: what it has used looks like its host memory here."""
+    job = start(holding, *LARGE, "--idle-mib", str(HUGE_MIB))
+    job.await_lines(3)
+    try:
+        for node in (SOURCE, TARGET):
+            image_memory(holding, node, f"{SMALL_MIB}m")
+        for node in (SOURCE, TARGET):
+            holding.configure(node, {"hold_device_memory": False})
+        refused = holding.cluster.move(job, TARGET, expect=10)
+        assert "image-room: the image needs up to" in refused["reason"]
+        assert [phase["name"] for phase in refused["phases"]] == ["preflight"]
+        job.await_progress(2)
+        for node in (SOURCE, TARGET):
+            holding.configure(node, {"hold_device_memory": True})
+        moved = holding.cluster.move(job, TARGET)
+        assert moved["warnings"] == []
+        assert part(moved, "offload")["bytes"] == part(moved, "refill")["bytes"] >= HUGE_MIB * MIB
+        holding.ends_well(job)
+    finally:
+        for node in (SOURCE, TARGET):
+            image_memory(holding, node, "90%")
+
+
+def image_memory(lab: GpuCluster, node: str, size: str) -> None:
+    """Sets the size of the file system in memory that has the node's images."""
+    inside = ["nsenter", "--target", str(lab.lab.daemon_pid(node)), "--mount"]
+    subprocess.run([*inside, "mount", "-o", f"remount,size={size}", "/run"], check=True)
 
 
 @pytest.mark.sampled(1)

@@ -1901,6 +1901,8 @@ class GpuFacts(_message.Message):
     PROCESSES_FIELD_NUMBER: _builtins.int
     OFFLOADED_BYTES_FIELD_NUMBER: _builtins.int
     VISIBLE_FIELD_NUMBER: _builtins.int
+    HELD_STRIPES_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
     driver_version: _builtins.str
     device_bytes: _builtins.int
     """upper bound of what the driver's checkpoint puts into host memory"""
@@ -1910,6 +1912,10 @@ class GpuFacts(_message.Message):
     """part of device_bytes that the shim copies to stripe files instead"""
     visible: _builtins.int
     """how many GPUs CUDA_VISIBLE_DEVICES lets the rank see; 0: all"""
+    held_stripes: _builtins.int
+    """offloaded_bytes stay on their GPU until they are sent in so many stripes; 0: through files"""
+    slot_bytes: _builtins.int
+    """… contiguous in one stripe"""
     @_builtins.property
     def node_gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gpu]:
         """all GPUs of the source node, in the driver's order"""
@@ -1928,10 +1934,12 @@ class GpuFacts(_message.Message):
         processes: _builtins.int = ...,
         offloaded_bytes: _builtins.int = ...,
         visible: _builtins.int = ...,
+        held_stripes: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "driver_version", b"driver_version", "node_gpus", b"node_gpus", "offloaded_bytes", b"offloaded_bytes", "processes", b"processes", "uses", b"uses", "visible", b"visible"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "driver_version", b"driver_version", "held_stripes", b"held_stripes", "node_gpus", b"node_gpus", "offloaded_bytes", b"offloaded_bytes", "processes", b"processes", "slot_bytes", b"slot_bytes", "uses", b"uses", "visible", b"visible"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

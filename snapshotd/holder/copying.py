@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from snapshotd.api.errors import GpuFailed, Internal, SnapshotError
+from snapshotd.holder import window
 from snapshotd.holder.driver import chunks
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.transport.device.child import Child
@@ -23,8 +24,6 @@ log = logging.getLogger(__name__)
 _COPIER = "snapshotd.holder.copier"
 #: A fresh attach to the driver takes seconds.
 READY_S = 60.0
-#: The window of each file, in front of what was sent, and behind it: a connection that breaks may have lost that much.
-AHEAD_BYTES, BEHIND_BYTES = 48 << 20, 48 << 20
 #: How often what was sent is passed on.
 _RELAY_S = 0.005
 #: How many processes that copy may be lost.
@@ -59,7 +58,7 @@ class Copying:
             "files": [str(self._folder / name) for name in self._names],
             "slot_bytes": self._slot_bytes,
             "holder": str(self._holder),
-            "ahead_bytes": AHEAD_BYTES,
+            "ahead_bytes": window.COPIED_AHEAD_BYTES,
             "from": self._done,
         }
         self._child = await Child.start(_COPIER, settings, library_dir=self._library_dir)
@@ -145,7 +144,7 @@ class Copying:
                 continue
             self._sent = [max(pair) for pair in zip(self._sent, sent, strict=True)]
             for number, name in enumerate(self._names):
-                free = self._sent[number] - BEHIND_BYTES
+                free = self._sent[number] - window.COPIED_BEHIND_BYTES
                 if free > self._free[number]:
                     self._free[number] = free
                     sender.free(name, free)  # before the process that copies may remove it

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from snapshotd.api.errors import GpuFailed, Internal
+from snapshotd.holder import window
 from snapshotd.holder.copying import READY_S, REPLACED, stripe_sizes
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.transport.device.child import Child
@@ -20,9 +21,6 @@ from snapshotd.transport.device.child import Child
 log = logging.getLogger(__name__)
 
 _FILLER = "snapshotd.holder.filler"
-#: How far back a sender may refer to equal bytes, and what stays of each file behind what was filled.
-TWINS_BYTES = 16 << 20
-BEHIND_BYTES = 2 * TWINS_BYTES
 #: How often what has arrived is passed on.
 _RELAY_S = 0.005
 #: Of one message.
@@ -58,7 +56,7 @@ class Filling:
             "slot_bytes": self._slot_bytes,
             "holder": str(self._holder),
             "key": self._key,
-            "behind_bytes": BEHIND_BYTES,
+            "behind_bytes": window.FILLED_BEHIND_BYTES,
             "from": self.filled,
         }
         self._child = await Child.start(_FILLER, settings, library_dir=self._library_dir)

@@ -48,7 +48,7 @@ gpu-ipc              … no device memory shared with other processes
 gpu-profiler         … no nsys, ncu, compute-sanitizer or cuda-gdb in the process
 gpu-parking          … the shim can park every thread while the driver works
 gpu-device-memory    … whether the driver's checkpoint or the shim moves its device memory
-gpu-offload-room     … memory on the source for what the shim offloads
+gpu-offload-room     … memory on the source for what the shim offloads, or for a window of it (hold_device_memory)
 gpu-host-memory      … enough host memory, within the job's limits, for its device memory
 nccl-static          NCCL is a shared library, so that the shim can interpose it
 nccl                 every communicator can be torn down: no CUDA graph, window or device communicator, none incomplete
@@ -99,6 +99,7 @@ file-rights          … which their user may open on the target
 """
 
 from snapshotd.preflight.after_freeze import Carried, Rechecked, list_carried, recheck, sync_files
+from snapshotd.preflight.arriving import arriving
 from snapshotd.preflight.file_checks import closed_files, failed
 from snapshotd.preflight.gpu_shim_checks import offload_room
 from snapshotd.preflight.reports import DriverReport, NcclReports, read_nccl_reports, uses_cuda
@@ -113,6 +114,7 @@ __all__ = [
     "DriverReport",
     "NcclReports",
     "Rechecked",
+    "arriving",
     "closed_files",
     "compare_files",
     "examine",

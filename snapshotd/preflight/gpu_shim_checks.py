@@ -13,7 +13,7 @@ from typing import Protocol
 from snapshotd.api.errors import SnapshotError
 from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.inprocess import devmem
-from snapshotd.preflight.gpu_checks import VISIBLE, cuda_processes
+from snapshotd.preflight.gpu_checks import VISIBLE, cuda_processes, uses
 from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.process_info import ProcessInfo
 from snapshotd.preflight.reports import DriverReport
@@ -131,6 +131,13 @@ def offloaded_bytes(rank: Inspection, gpu: DriverReport, shim: Shim) -> int:
     return sum(size for size, _ in _offloaded(cuda_processes(rank, gpu), shim))
 
 
+def held_stripes(rank: Inspection, gpu: DriverReport, shim: Shim) -> int:
+    """The stripes in which this memory leaves if it stays on its GPU until it is sent; 0: it goes through files."""
+    if not rank.holds or len(uses(rank, gpu)) != 1:
+        return 0
+    return devmem.STRIPES * len(_offloaded(cuda_processes(rank, gpu), shim))
+
+
 def device_memory(rank: Inspection, gpu: DriverReport, shim: Shim) -> Check:
     """Whether the driver's checkpoint or the shim moves it: what `migrator run` set, and the effect."""
     holders = cuda_processes(rank, gpu)
@@ -153,9 +160,9 @@ def device_memory(rank: Inspection, gpu: DriverReport, shim: Shim) -> Check:
     )
 
 
-def offload_room(offloaded: int, room_bytes: int) -> Check:
-    """On the source: the stripes stay in memory until the move has ended."""
-    needed = offloaded + RESERVE_BYTES
+def offload_room(files_bytes: int, room_bytes: int) -> Check:
+    """On the source: the stripes' files stay in memory until the move has ended, or are a window of so many bytes."""
+    needed = files_bytes + RESERVE_BYTES
     if room_bytes < needed:
         return warned(
             "gpu-offload-room",

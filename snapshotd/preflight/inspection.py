@@ -34,6 +34,7 @@ class Inspection:
     gpu: DriverReport | None = None  # None: no process of the tree holds CUDA
     nccl: NcclReports | None = None  # None: no process of the tree was asked
     frozen: bool = False  # nothing that it has can change
+    holds: bool = False  # its device memory may stay on its GPU until it is sent
 
     @functools.cached_property
     def tree(self) -> ProcessTree:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from snapshotd.api import protocol
 from snapshotd.api.snapshotd_pb2 import Check, Rank, RankFacts
-from snapshotd.inprocess import shimctl
+from snapshotd.holder import window
+from snapshotd.inprocess import devmem, shimctl
 from snapshotd.preflight import (
     file_checks,
     gpu_checks,
@@ -80,7 +81,10 @@ GPU_CHECKS: dict[str, Callable[[Inspection, DriverReport], Check]] = {
     "gpu-parking": lambda rank, gpu: gpu_shim_checks.parking(rank, gpu, shimctl),
     "gpu-device-memory": lambda rank, gpu: gpu_shim_checks.device_memory(rank, gpu, shimctl),
     "gpu-host-memory": lambda rank, gpu: gpu_checks.host_memory(
-        rank, gpu, gpu_shim_checks.offloaded_bytes(rank, gpu, shimctl)
+        rank,
+        gpu,
+        gpu_shim_checks.offloaded_bytes(rank, gpu, shimctl),
+        window.source_bytes(gpu_shim_checks.held_stripes(rank, gpu, shimctl), devmem.SLOT_BYTES),
     ),
 }
 
@@ -116,18 +120,20 @@ def inspect_rank(
     gpu: DriverReport | None = None,
     nccl: NcclReports | None = None,
     digest_seconds: float = DIGEST_SECONDS,
+    holds: bool = False,
 ) -> tuple[RankFacts, list[Check]]:
     """Facts and verdicts about a running rank; never raises. Blocking: run it in a thread.
 
     `pids` are all processes of the rank's cgroup, numbered as in the daemon's pid namespace. `keeper_pid` 0 means that the
     rank has no keeper. `keeper_is_guest` means that this product made the keeper's pid and mount namespaces. `gpu` is the
     driver's report, None if none of these processes holds CUDA; `nccl` is what the shims report about communicators.
+    `holds`: device memory that the shim can hand over stays on its GPU until it is sent.
     """
     facts = RankFacts(
         source_node=node, daemon_version=daemon_version, protocol=protocol.own(), criu_version=criu_version
     )
     facts.rank.CopyFrom(rank)
-    seen = Inspection(pids, root_pid, carry_paths, keeper_pid, keeper_is_guest, criu_version, gpu, nccl)
+    seen = Inspection(pids, root_pid, carry_paths, keeper_pid, keeper_is_guest, criu_version, gpu, nccl, holds=holds)
     alive = examined("rank-alive", process_checks.rank_alive, seen)
     if alive.verdict == Check.REFUSE:
         return facts, [alive]
@@ -156,6 +162,8 @@ def _fill(seen: Inspection, filled: RankFacts, digest_seconds: float) -> Check:
         offloaded_bytes = gpu_shim_checks.offloaded_bytes(seen, seen.gpu, shimctl)
         visible = gpu_shim_checks.visible_devices(seen, seen.gpu, shimctl)
         facts.gpu.CopyFrom(gpu_checks.facts_of(seen, seen.gpu, visible, offloaded_bytes))
+        facts.gpu.held_stripes = gpu_shim_checks.held_stripes(seen, seen.gpu, shimctl)
+        facts.gpu.slot_bytes = devmem.SLOT_BYTES
         facts.memory_bytes += facts.gpu.device_bytes  # in the image or in stripes when CRIU starts
     facts.nccl_rdma.extend(rdma_checks.nccl_devices(seen))
     facts.processes = len(seen.tree.alive)

@@ -18,6 +18,7 @@ from snapshotd.api.snapshotd_pb2 import Check, NodeInfo, RankFacts
 from snapshotd.api.version import version_pair
 from snapshotd.files.user_look import UserLook
 from snapshotd.preflight import target_files
+from snapshotd.preflight.arriving import Arriving, arriving, stays_bytes
 from snapshotd.preflight.node import KERNEL_ONLY_FLAGS
 from snapshotd.preflight.process_checks import criu_check, kernel_check
 from snapshotd.preflight.target_files import MayReplace, user_of
@@ -45,6 +46,11 @@ class Offer:
     look: UserLook
     allow_root: bool = False
     memory_id: str = ""
+    holds: bool = False
+
+    @property
+    def arriving(self) -> Arriving:
+        return arriving(self.facts, holds=self.holds)
 
 
 def examine(
@@ -58,6 +64,7 @@ def examine(
     allow_root: bool = False,
     memory_id: str = "",
     resumes: bool = False,
+    holds: bool = False,
 ) -> list[Check]:
     """Verdicts about moving this rank here; never raises. Blocking (it examines files): run it in a thread.
 
@@ -65,12 +72,12 @@ def examine(
     `restore_factor` is the peak memory of a restore for each byte of the rank, including the image. `gpu_wish` is the
     requested GPU, in the form that snapshotd/cuda/pairing.py accepts. A rank without a GPU gets only one GPU check.
     `allow_root` is the node's policy for ranks of root. `memory_id` is this node's; the source may share it.
-    `resumes`: the rank is suspended, and has no process.
+    `resumes`: the rank is suspended, and has no process. `holds`: memory on the GPU is filled while it arrives.
     """
     wanted = TARGET_CHECKS | (GPU_CHECKS if facts.HasField("gpu") else {})
     gpu = GpuOffer(facts, node, gpu_wish, resumes)
     with UserLook(user_of(facts)) as look:
-        offer = Offer(facts, node, carry_paths, may_replace, restore_factor, gpu, look, allow_root, memory_id)
+        offer = Offer(facts, node, carry_paths, may_replace, restore_factor, gpu, look, allow_root, memory_id, holds)
         return [guarded(name, check, offer) for name, check in wanted.items()]
 
 
@@ -192,12 +199,12 @@ def directories(offer: Offer) -> Check:
 
 
 def memory(offer: Offer) -> Check:
-    offloaded = min(offer.facts.gpu.offloaded_bytes, offer.facts.memory_bytes)  # arrives in stripes, not through CRIU
-    restored = int((offer.facts.memory_bytes - offloaded) * offer.restore_factor)
-    wanted = restored + offloaded + offer.facts.carried_bytes + RESERVE_BYTES
+    comes = offer.arriving
+    restored = int(comes.image_bytes * offer.restore_factor)
+    wanted = restored + comes.stripes_bytes + offer.facts.carried_bytes + RESERVE_BYTES
     shared = ""
     if offer.memory_id and offer.facts.memory_id == offer.memory_id and offer.facts.gpu.device_bytes:
-        source_bytes = offer.facts.gpu.device_bytes + RESERVE_BYTES
+        source_bytes = stays_bytes(offer.facts) + RESERVE_BYTES
         wanted += source_bytes
         shared = f", including {_mib(source_bytes)} on the source, which shares the memory of this machine"
     free = offer.node.memory_available_bytes
@@ -247,7 +254,7 @@ PRIORITIES_REMEDY = (
 
 
 def image_room(offer: Offer) -> Check:
-    wanted = offer.facts.memory_bytes + offer.facts.carried_bytes
+    wanted = offer.arriving.all_bytes + offer.facts.carried_bytes
     free = max(0, offer.node.image_capacity_bytes - offer.node.image_held_bytes)
     if free < wanted:
         return refused(

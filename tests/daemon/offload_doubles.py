@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +154,8 @@ class Source:
         self.memories = {process: Memory(process) for process in processes}
         self.driver: Any = Driver(processes)
         self.refusal: SnapshotError | None = None
+        #: Called when the source asks for a channel, with whether its files are windows.
+        self.opening: Callable[[bool], None] = lambda held: None
         self.sealed = True
         self.channel: Channel | None = None
         self.let_go: list[Process] = []
@@ -192,6 +194,7 @@ class Source:
             request: pb.OpenDeviceChannelRequest, timeout_s: float
         ) -> pb.OpenDeviceChannelReply:
             assert request.names
+            self.opening(bool(request.slot_bytes))
             if self.refusal is not None:
                 raise self.refusal
             return pb.OpenDeviceChannelReply(port=1, key=b"key", sealed=self.sealed)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from snapshotd.api.errors import GpuFailed, Timeout
+from snapshotd.api.errors import Full, GpuFailed, Timeout, Where
 from snapshotd.inprocess import holding
 from snapshotd.moves.device import hold, offload
 from snapshotd.moves.device.memory import Lost
@@ -86,6 +86,24 @@ async def test_process_that_ended_leaves_no_copier(holding_source: Source) -> No
     assert parking.holds
     await parking.out(holding_source.driver, [first], Parts(), holding_source._stop_others)
     assert [one.said for one in Held.made] == [["prepared", "handed over", "copied"], ["prepared", "closed"]]
+    await parking.close()
+
+
+async def test_move_is_refused_if_the_target_has_room_for_a_window_only(holding_source: Source) -> None:
+    """The driver's checkpoint would put all of it into the image, for which the target has no memory either."""
+    Held.fails = {next(iter(holding_source.memories)).pid}
+    opened = []
+
+    def full(held: bool) -> None:
+        opened.append(held)
+        if not held:
+            raise Full("64 MiB more are needed, 1 MiB are free")
+
+    holding_source.opening = full
+    parking = await prepared(holding_source)
+    assert opened == [True, False]
+    with pytest.raises(Full, match=r"the GPU is not there.* the target has no room for it: 64 MiB more"):
+        parking.must_fit(1, Where.SOURCE_RUNNING)
     await parking.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from snapshotd.api.errors import GpuFailed, SnapshotError
-from snapshotd.holder import copying
+from snapshotd.holder import copying, window
 from snapshotd.holder.client import Holder
 from snapshotd.holder.copying import Copying, stripe_sizes
 from snapshotd.holder.driver import chunks
@@ -26,8 +26,8 @@ KEY = "m-0123456789ab/1"
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "AHEAD_BYTES", 6 * MIB)
-    monkeypatch.setattr(copying, "BEHIND_BYTES", 4 * MIB)
+    monkeypatch.setattr(window, "COPIED_AHEAD_BYTES", 6 * MIB)
+    monkeypatch.setattr(window, "COPIED_BEHIND_BYTES", 4 * MIB)
 
 
 @pytest.fixture
@@ -118,13 +118,13 @@ async def test_all_memory_is_copied_in_the_layout_of_the_stripes(make: Any, hold
 async def test_files_have_a_window_whatever_the_size_of_the_memory(make: Any, holder: Holder) -> None:
     blocks, contents = hold(holder, [6 * MIB] * 12)
     sizes, copied = stripe_sizes(blocks, len(NAMES), SLOT_BYTES), make()
-    assert min(sizes) > copying.AHEAD_BYTES + copying.BEHIND_BYTES
+    assert min(sizes) > window.COPIED_AHEAD_BYTES + window.COPIED_BEHIND_BYTES
     sender: Any = Sender(make.folder, sizes)
     await copied.start()
     await asyncio.wait_for(copied.begin(KEY, sizes, lambda: sender, sender.advance), 120)
     assert [len(content) for content in sender.content] == sizes
     assert sender.content[1] == expected(contents, 1)
-    assert 0 < sender.most_bytes <= copying.AHEAD_BYTES + copying.BEHIND_BYTES + 2 * SLOT_BYTES
+    assert 0 < sender.most_bytes <= window.COPIED_AHEAD_BYTES + window.COPIED_BEHIND_BYTES + 2 * SLOT_BYTES
     assert min(sender.freed) > 0
     await copied.close()
 
@@ -137,10 +137,10 @@ async def test_copying_waits_for_the_sender(make: Any, holder: Holder) -> None:
     await copied.start()
     task = copied.begin(KEY, sizes, lambda: sender, sender.advance)
     async with asyncio.timeout(60):
-        while min(copied._done) <= copying.AHEAD_BYTES - 2 * SLOT_BYTES:  # noqa: ASYNC110
+        while min(copied._done) <= window.COPIED_AHEAD_BYTES - 2 * SLOT_BYTES:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert not task.done()
-    assert max(copied._done) <= copying.AHEAD_BYTES
+    assert max(copied._done) <= window.COPIED_AHEAD_BYTES
     sender.paused = False
     sender.advance(NAMES, copied._done)
     await asyncio.wait_for(task, 60)

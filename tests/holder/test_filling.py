@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from snapshotd.api.errors import GpuFailed, SnapshotError
-from snapshotd.holder import filling
+from snapshotd.holder import filling, window
 from snapshotd.holder.client import Holder
 from snapshotd.holder.driver import chunks
 from snapshotd.holder.filling import Filling
@@ -26,7 +26,7 @@ KEY = "m-0123456789ab/1"
 
 @pytest.fixture(autouse=True)
 def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filling, "BEHIND_BYTES", 4 * MIB)
+    monkeypatch.setattr(window, "FILLED_BEHIND_BYTES", 4 * MIB)
 
 
 @pytest.fixture

@@ -96,6 +96,7 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         listen="127.0.0.1:1",
         data_addresses=(),
         allow_root_ranks=False,
+        hold_device_memory=False,
         state_dir=tmp_path,
         criu="/bin/true",
     )

@@ -91,7 +91,7 @@ async def test_move_begins_with_what_its_own_preflight_found(tmp_path: Path, mon
     """Other callers look at the same rank before and afterwards, and find something else, or are refused."""
     looks: list[Looked] = []
 
-    async def look(*_: object) -> Looked:
+    async def look(*_: object, moves: bool) -> Looked:
         one = found()
         one.facts.threads = len(looks)
         looks.append(Looked(one.facts, [REFUSAL] if len(looks) == 2 else [], one.scope))

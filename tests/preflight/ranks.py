@@ -59,6 +59,7 @@ class Child:
         keeper_is_guest: bool = False,
         gpu: DriverReport | None = None,
         nccl: NcclReports | None = None,
+        holds: bool = False,
     ) -> tuple[RankFacts, dict[str, Check]]:
         facts, checks = inspect_rank(
             self.pids,
@@ -72,6 +73,7 @@ class Child:
             keeper_is_guest=keeper_is_guest,
             gpu=gpu,
             nccl=nccl,
+            holds=holds,
         )
         named = {check.name: check for check in checks}
         assert len(named) == len(checks), "a name was used twice"

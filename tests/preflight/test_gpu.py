@@ -14,6 +14,7 @@ import pytest
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed
 from snapshotd.api.snapshotd_pb2 import Check
+from snapshotd.inprocess import devmem
 from snapshotd.preflight import DriverReport, recheck, refusals
 from snapshotd.preflight.source import GPU_CHECKS, SOURCE_CHECKS
 from snapshotd.proc import tree
@@ -143,6 +144,22 @@ def test_refused_by_name(rank: Starter, case: str) -> None:
     assert [check.name for check in refusals(checks.values())] == [name]
     assert expected in checks[name].reason
     assert checks[name].remedy
+
+
+def test_memory_that_stays_on_its_gpu_needs_host_memory_for_a_window_only(rank: Starter, shim: FakeShim) -> None:
+    child, size = gpu_rank(rank), 1 << 50
+    shim.bytes, shim.blocks = size, 1
+    report = seen(child, card(0, pb.GpuProcess(pid=child.pids[0], memory_bytes=size + 30 * MIB)))
+    facts, checks = inspect(child, report, holds=True)
+    assert checks["gpu-host-memory"].verdict == Check.PASS
+    assert (facts.gpu.offloaded_bytes, facts.gpu.held_stripes) == (size, devmem.STRIPES)
+    assert (facts.gpu.slot_bytes, facts.gpu.device_bytes) == (devmem.SLOT_BYTES, size + 30 * MIB)
+    assert inspect(child, report)[1]["gpu-host-memory"].verdict == Check.REFUSE
+    shim.bytes = size - (1 << 45)  # a rest that the driver's checkpoint carries
+    assert inspect(child, report, holds=True)[1]["gpu-host-memory"].verdict == Check.REFUSE
+    two = seen(child, *report.gpus, card(1, pb.GpuProcess(pid=child.pids[0], memory_bytes=MIB)))
+    facts, checks = inspect(child, two, holds=True)
+    assert (facts.gpu.held_stripes, checks["gpu-host-memory"].verdict) == (0, Check.REFUSE)
 
 
 def test_lost_gpu_is_warned_about(rank: Starter) -> None:

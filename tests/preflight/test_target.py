@@ -186,6 +186,28 @@ def test_source_on_the_same_machine_needs_its_part_of_the_memory() -> None:
     assert "including 5376 MiB on the source, which shares the memory" in check.reason
 
 
+def test_memory_that_stays_on_its_gpu_needs_a_window_on_both_nodes() -> None:
+    """Of 100 GiB; if the source, or this node, puts it into files, it needs as much memory."""
+    report, here, names = facts(), node(), {"memory", "image-room"}
+    report.memory_bytes += 101 * GIB
+    report.gpu.device_bytes, report.gpu.offloaded_bytes = 101 * GIB, 100 * GIB
+    report.gpu.held_stripes, report.gpu.slot_bytes = 8, 8 << 20
+    report.memory_id = "0123"
+
+    def refused_ones(*, holds: bool, **more: str) -> set[str]:
+        checks = examine(report, here, carry_paths=(), holds=holds, **more)  # type: ignore[arg-type]
+        return {check.name for check in checks if check.name in names and check.verdict == Check.REFUSE}
+
+    assert refused_ones(holds=True) == set()
+    assert refused_ones(holds=False) == names
+    assert refused_ones(holds=True, memory_id="0123") == set()
+    here.memory_available_bytes = here.image_capacity_bytes = 6 * GIB - 200 * (1 << 20)  # the window has 896 MiB
+    assert refused_ones(holds=True) == {"memory", "image-room"}
+    here.memory_available_bytes = here.image_capacity_bytes = 16 * GIB
+    report.gpu.held_stripes = 0
+    assert refused_ones(holds=True) == names
+
+
 def the_file(tmp_path: Path) -> tuple[Path, RankFacts, FileFact]:
     path = tmp_path / "file"
     path.write_bytes(b"content")

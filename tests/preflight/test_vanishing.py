@@ -117,7 +117,7 @@ async def test_rank_is_looked_at_again_if_processes_ended_during_a_refused_look(
     count = 0
     lists = iter(range(100, 200))
 
-    async def look(node: Any, entry: Any, pids: list[int]) -> source_inspection.Looked:
+    async def look(node: Any, entry: Any, pids: list[int], *, moves: bool) -> source_inspection.Looked:
         nonlocal count
         count += 1
         return source_inspection.Looked(RankFacts(), [refused("process-tree", "no parent", "")])
@@ -126,5 +126,5 @@ async def test_rank_is_looked_at_again_if_processes_ended_during_a_refused_look(
     group = SimpleNamespace(pids=lambda: [1, next(lists)] if ended else [1, 2])
     entry: Any = SimpleNamespace(group=group)
     none: Any = None
-    checks = (await source_inspection.look(none, entry)).checks
+    checks = (await source_inspection.look(none, entry, moves=True)).checks
     assert (count, len(checks)) == (looks, 1)

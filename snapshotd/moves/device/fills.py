@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from snapshotd.api.errors import GpuFailed, Internal, SnapshotError, Where, WrongState
-from snapshotd.holder import filling
 from snapshotd.holder.filling import Filling
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.moves.device import hold
@@ -26,14 +25,6 @@ from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.device.incoming import Incoming
 
 log = logging.getLogger(__name__)
-
-#: How much of a stripe may be in its file before it is on the GPU. More than a receiver reports at a time.
-AHEAD_BYTES = 64 << 20
-
-
-def window_bytes(stripes: int) -> int:
-    """The host memory that the stripes' files need."""
-    return stripes * (AHEAD_BYTES + filling.BEHIND_BYTES)
 
 
 def _pid_of(name: str) -> int:

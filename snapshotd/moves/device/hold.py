@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Where
-from snapshotd.holder import copying
 from snapshotd.holder.client import Holder
 from snapshotd.holder.copying import Copying, stripe_sizes
 from snapshotd.inprocess import holding
@@ -32,11 +31,6 @@ log = logging.getLogger(__name__)
 
 def key_of(move: str, process: Process) -> str:
     return f"{move}/{process.pid}"
-
-
-def window_bytes(stripes: int, slot_bytes: int) -> int:
-    """The host memory that one process needs: the files' window, and pinned memory."""
-    return stripes * (copying.AHEAD_BYTES + copying.BEHIND_BYTES + 3 * slot_bytes)
 
 
 class Hold:

@@ -19,8 +19,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from snapshotd.api.errors import Full, RankGone, SnapshotError, Unreachable, Where, WrongState
 from snapshotd.cuda.driver import Gpus
+from snapshotd.holder import window
 from snapshotd.inprocess.devmem import Caught, TooSmall
-from snapshotd.moves.device import checkpoint_room, hold, standstill, stripe_files
+from snapshotd.moves.device import checkpoint_room, standstill, stripe_files
 from snapshotd.moves.device.hold import Hold
 from snapshotd.moves.device.memory import copy_s
 from snapshotd.moves.device.parts import Parts, each
@@ -61,6 +62,7 @@ class Offload:
         #: If the processes cannot be asked, the bytes that preflight saw.
         self._wanted_bytes = sum(one.expected_bytes for one in striped) or preflight_bytes
         self._unallocated_bytes = 0  # of the stripe files
+        self._target_is_full = ""  # why it has no room for the whole device memory
         self._copies: list[asyncio.Task[None]] = []
         self._announcing: asyncio.Task[None] | None = None
 
@@ -83,8 +85,13 @@ class Offload:
         if holds and await self._prepare_to_hold():
             return
         await self._journal()
+        await in_thread(stripe_files.make_folder, self.node.config.image_dir, self.log.move)
+        try:  # first: the target may have reserved memory for a window only, and for an image without device memory
+            await self.channel.open(self.expected_bytes)
+        except Full as full:
+            self._target_is_full = full.message
+            raise
         await self._make_files()
-        await self.channel.open(self.expected_bytes)
         await all_at_once(self._ready, self.striped)
 
     async def _journal(self) -> None:
@@ -100,7 +107,7 @@ class Offload:
         """Prepares the memory to stay on its GPU until it is sent. False, with a warning, if it has to go through files."""
         try:
             await in_thread(
-                self._reserve, sum(hold.window_bytes(len(one.names), one.slot_bytes) for one in self.striped)
+                self._reserve, sum(window.source_bytes(len(one.names), one.slot_bytes) for one in self.striped)
             )
             await in_thread(stripe_files.make_folder, self.node.config.image_dir, self.log.move)
             self.channel.hold(self.striped[0].slot_bytes, self._gpus[0])
@@ -135,7 +142,6 @@ class Offload:
     async def _make_files(self) -> None:
         wanted = [(self.folder / name, one.stripe_bytes) for one in self.striped for name in one.names]
         await in_thread(self._reserve, sum(size for _, size in wanted))
-        await in_thread(stripe_files.make_folder, self.node.config.image_dir, self.log.move)
         await all_at_once(lambda file: stripe_files.allocate(*file, self._look), wanted)
 
     @property
@@ -185,8 +191,14 @@ class Offload:
 
     def must_fit(self, pid: int, where: Where) -> None:
         """Reserves host memory for what the driver's checkpoint has to carry: that becomes the job's own memory, and
-        preflight checked for less. Blocking. Raises Full."""
+        preflight checked for less. Blocking. Raises Full, also if the target has no room for it."""
         left_bytes = self._wanted_bytes - sum(one.expected_bytes for one in self.striped)
+        if left_bytes > 0 and self._target_is_full:
+            raise Full(
+                f"device memory cannot stay on its GPU until it is sent ({self.warnings[0]}), and the target has no room for"
+                f" it: {self._target_is_full}",
+                where=where,
+            )
         if left_bytes > 0:
             why = f"device memory cannot be offloaded ({'; '.join(self.warnings)}), and"
             checkpoint_room.reserve(self.node, self.log.move, pid, left_bytes, why, where)

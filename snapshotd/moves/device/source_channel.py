@@ -15,7 +15,7 @@ from typing import Any
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import UnknownMethod
 from snapshotd.api.errors import Internal, SnapshotError, Timeout, Unreachable
-from snapshotd.holder.filling import TWINS_BYTES
+from snapshotd.holder.window import TWINS_BYTES
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.journal import MoveLog

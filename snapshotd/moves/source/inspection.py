@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import SnapshotError
+from snapshotd.holder import window
 from snapshotd.keepers.hello import protocol_problem
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.closed_files import Scope
@@ -67,20 +68,21 @@ class Remembered:
         return found if same and host.boottime_s() - when_s < FRESH_S else None
 
 
-async def look(node: Node, entry: RankEntry) -> Looked:
-    """The facts about a rank, and the checks of preflight on its source.
+async def look(node: Node, entry: RankEntry, *, moves: bool) -> Looked:
+    """The facts about a rank, and the checks of preflight on its source. `moves`: False if it is suspended with its job, and
+    the image has all of its device memory.
 
     A refusal may concern a process that ended during the look, or one that only seemed to be without a parent because that
     ended: jobs start programs that live for milliseconds. The rank is then looked at again."""
     for _ in range(LOOKS - 1):
         pids = entry.group.pids()
-        found = await _look(node, entry, pids)
+        found = await _look(node, entry, pids, moves=moves)
         if not preflight.refusals(found.checks) or set(pids) <= set(entry.group.pids()):
             return found
-    return await _look(node, entry, entry.group.pids())
+    return await _look(node, entry, entry.group.pids(), moves=moves)
 
 
-async def _look(node: Node, entry: RankEntry, pids: list[int]) -> Looked:
+async def _look(node: Node, entry: RankEntry, pids: list[int], *, moves: bool) -> Looked:
     config, scope = node.config, None
     with span("find CUDA processes"):
         look, more = await cuda_processes.find(node.gpus, pids)
@@ -100,6 +102,7 @@ async def _look(node: Node, entry: RankEntry, pids: list[int]) -> Looked:
             keeper_is_guest=entry.role == "guest",
             gpu=look,
             nccl=nccl,
+            holds=moves and config.hold_device_memory,
         )
     facts.memory_id = node.room.machine
     if not preflight.refusals(checks):  # one may say that the rank's paths must not be looked at
@@ -114,7 +117,9 @@ async def _look(node: Node, entry: RankEntry, pids: list[int]) -> Looked:
         )
     if offloaded_bytes := facts.gpu.offloaded_bytes:
         await in_thread(node.store.dropped)
-        more.append(preflight.offload_room(offloaded_bytes, await in_thread(node.store.room_bytes)))
+        window_bytes = window.source_bytes(facts.gpu.held_stripes, facts.gpu.slot_bytes)
+        files_bytes = min(offloaded_bytes, window_bytes or offloaded_bytes)
+        more.append(preflight.offload_room(files_bytes, await in_thread(node.store.room_bytes)))
     return Looked(facts, [*checks, *more], scope)
 
 

@@ -67,7 +67,7 @@ class SourceSteps(SourceSettling):
             return pb.InspectReply(checks=[understood])
         entry = self.node.ranks.here(request.rank_uid)
         await inspection.keeper_back(entry)
-        looked = await inspection.look(self.node, entry)
+        looked = await inspection.look(self.node, entry, moves=not request.suspend)
         checks = list(looked.checks)
         places = self._places(request.nodes, request.target_node)
         with span("find connections"):
@@ -149,7 +149,8 @@ class SourceSteps(SourceSettling):
         )
         moving = self.track(move_log)
         self.settle_all()
-        looked = self._inspected.take(request.look, entry) or await inspection.look(self.node, entry)
+        looked = self._inspected.take(request.look, entry)
+        looked = looked or await inspection.look(self.node, entry, moves=not suspends)
         moving.facts, moving.scope = looked.facts, looked.scope
         if suspends:
             await suspended.make_room(self.node, moving, entry)

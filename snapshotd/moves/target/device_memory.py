@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Where, WrongState
+from snapshotd.holder import window
 from snapshotd.inprocess.holding import HeldBlock
-from snapshotd.moves.device.fills import AHEAD_BYTES, Fills, window_bytes
+from snapshotd.moves.device.fills import Fills
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.target.device_channels import DeviceChannels
@@ -19,24 +20,24 @@ async def open_channel(
     plain = request.plain and node.config.device_channel == "plain"
     gpu = dict(move_log.record.gpu_pairs).get(request.gpu, "") if request.slot_bytes else ""
     fills = bool(gpu) and node.config.hold_device_memory
-    folder = node.store.path(request.move)
+    folder, size_bytes = node.store.path(request.move), int(request.expected_bytes)
+    if fills:
+        size_bytes = min(size_bytes, window.target_bytes(len(request.names), int(request.slot_bytes)))
+    await in_thread(node.store.set_aside, request.move, request.names, size_bytes)
     incoming = await channels.open(
         request.move,
         folder,
         request.names,
         caller,
         plain=plain,
-        expected_bytes=request.expected_bytes,
-        ahead_bytes=AHEAD_BYTES if fills else 0,
+        expected_bytes=size_bytes,
+        ahead_bytes=window.FILLED_AHEAD_BYTES if fills else 0,
     )
-    size_bytes = int(request.expected_bytes)
     if fills:
         await channels.fill(
             request.move,
             Fills(node, request.move, gpu, folder, request.names, int(request.slot_bytes), incoming),
         )
-        size_bytes = min(size_bytes, window_bytes(len(request.names)))
-    await in_thread(node.store.set_aside, request.move, request.names, size_bytes)
     return pb.OpenDeviceChannelReply(
         port=incoming.port, key=incoming.key, plain=plain, sealed=True, endpoints=incoming.endpoints, fills=fills
     )

@@ -81,6 +81,7 @@ class TargetSteps(TargetSettling):
                 allow_root=self.node.config.allow_root_ranks,
                 memory_id=self.node.room.machine,
                 resumes=request.resume,
+                holds=self.node.config.hold_device_memory and not request.resume,
             )
         )
 
@@ -124,7 +125,10 @@ class TargetSteps(TargetSettling):
         async with self._choosing:  # two moves that begin at the same time get different GPUs
             pairs = await gpus.choose(self.node, request)
             used = {use.uuid for use in facts.gpu.uses}
-            await in_thread(self.node.store.create, request.move, facts.memory_bytes + facts.carried_bytes)
+            comes = preflight.arriving(facts, holds=config.hold_device_memory and not resumes)
+            window_bytes = comes.stripes_bytes if comes.windowed else 0
+            size_bytes = comes.all_bytes + facts.carried_bytes
+            await in_thread(self.node.store.create, request.move, size_bytes, window_bytes)
             begin = Begin(
                 move=request.move,
                 role="target",
