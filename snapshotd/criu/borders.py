@@ -37,16 +37,17 @@ _ROUNDS = 8
 _NOT_SPLIT = 0x100 | 0x40000
 
 
-def align(folder: Path, parents: Mapping[int, int]) -> None:
-    """Splits mappings of the processes in `parents`, which has the parent of each. Blocking. Raises Damaged, ValueError."""
-    memory = {pid: _Memory(folder / f"mm-{pid}.img") for pid in {*parents, *parents.values()}}
+def align(folder: Path, shared: Mapping[int, tuple[int, Ranges]]) -> None:
+    """Splits mappings of the processes in `shared`, which has the parent of each, and the pages that it takes from that one's
+    image. Blocking. Raises Damaged."""
+    memory = {pid: _Memory(folder / f"mm-{pid}.img") for pid in {*shared, *(parent for parent, _ in shared.values())}}
     pairs = [
-        (memory[pid], memory[parent], pagemap_image.decode((folder / pagemap_image.name_of(pid)).read_bytes()).below)
-        for pid, parent in parents.items()
+        (memory[pid], memory[parent], pages)
+        for pid, (parent, pages) in shared.items()
         if memory[pid].program == memory[parent].program  # criu shares nothing between others
     ]
-    for own, parents_own, shared in pairs:
-        borders = sorted(set(_differing(own.anonymous(), parents_own.anonymous(), shared)))
+    for own, parents_own, pages in pairs:
+        borders = sorted(set(_differing(own.anonymous(), parents_own.anonymous(), pages)))
         for one in memory.values() if borders else ():
             one.split(borders)
     for _ in range(_ROUNDS):

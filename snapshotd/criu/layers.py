@@ -12,9 +12,11 @@ The image must have been verified (image_content.py). Names are made of numbers 
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import struct
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,7 +41,8 @@ def build(folder: Path, described: Mapping[int, int]) -> int:
     try:
         parents = _parents(folder)
         chains = [below.chain_of(pid, parents, described) for pid in described]
-        pagemaps = {name: pagemap_image.decode((folder / name).read_bytes()) for chain in chains for name in chain}
+        names = {name for chain in chains for name in chain}
+        pagemaps = {name: pagemap_image.decode((folder / name).read_bytes()) for name in names}
         for own, *lower in chains:
             layer = folder
             for name in lower:
@@ -49,7 +52,8 @@ def build(folder: Path, described: Mapping[int, int]) -> int:
                 _link(folder / name, layer / own)
                 _link(folder / below.pages_of(name, number), layer / pagemap_image.pages_name(number))
         _write_kept(folder, chains, pagemaps)
-        borders.align(folder, {pid: parents[pid] for pid, rounds in described.items() if not rounds})
+        shared = {pid: pagemaps[pagemap_image.name_of(pid)].below for pid, rounds in described.items() if not rounds}
+        borders.align(folder, {pid: (parents[pid], pages) for pid, pages in shared.items()})
     except (OSError, ValueError) as error:
         raise Damaged(f"pages that an image leaves out cannot be found: {error}", where=Where.SOURCE_FROZEN) from error
     return max(len(chain) for chain in chains) - 1
@@ -80,17 +84,27 @@ def _write_kept(folder: Path, chains: list[list[str]], pagemaps: Mapping[str, Pa
 
 def read_twice(chains: list[list[str]], pagemaps: Mapping[str, Pagemap]) -> dict[str, list[Range]]:
     """The pages of each pagemap that are read for several processes."""
-    once = {name: pagemap.present for name, pagemap in pagemaps.items() if not name.startswith("ahead-")}
-    twice: dict[str, list[Range]] = {}
+    taken: dict[str, list[list[Range]]] = defaultdict(list)
     for own, *lower in chains:
         wanted = pagemaps[own].below
         for name in lower:
-            taken = page_ranges.common(wanted, pagemaps[name].present)
-            wanted = page_ranges.without(wanted, taken)
-            again = page_ranges.common(once.get(name, []), taken)
-            twice[name] = page_ranges.joined([*twice.get(name, []), *again])
-            once[name] = page_ranges.joined([*once.get(name, []), *taken])
+            taken[name].append(page_ranges.common(wanted, pagemaps[name].present))
+            wanted = page_ranges.without(wanted, taken[name][-1])
+    twice = {name: _several(parts, read_already=not name.startswith("ahead-")) for name, parts in taken.items()}
     return {name: ranges for name, ranges in twice.items() if ranges}
+
+
+def _several(parts: list[list[Range]], *, read_already: bool) -> list[Range]:
+    """The pages that are in several of these sets. `read_already`: in any, because the process that has the pages in its own
+    image reads them too."""
+    if read_already:
+        return page_ranges.joined(itertools.chain.from_iterable(parts))
+    once: list[Range] = []
+    found: list[Range] = []
+    for part in parts:
+        found += page_ranges.common(once, part)
+        once = page_ranges.joined([*once, *part])
+    return page_ranges.joined(found)
 
 
 def _offsets(present: list[Range], pages: list[Range]) -> list[Range]:

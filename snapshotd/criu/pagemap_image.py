@@ -56,14 +56,18 @@ def decode(content: bytes) -> Pagemap:
         head = pb.pagemap_head.FromString(next(messages))
         present: list[Range] = []
         below: list[Range] = []
-        last = 0
-        for message in messages:
-            entry = pb.pagemap_entry.FromString(message)
-            start, end = _span(entry)
-            if start < last:
-                raise ValueError(f"the entry at {start:x} is not in order")
+        kinds = {PRESENT: present, PRESENT | LAZY: present, IN_PARENT: below}
+        last, parse = 0, pb.pagemap_entry.FromString
+        for message in messages:  # a rank has many, and waits: calls of functions would take most of the time
+            entry = parse(message)
+            start = entry.vaddr
+            end = start + (entry.nr_pages or _compat_pages(entry)) * PAGE_BYTES
+            if start < last or start % PAGE_BYTES or not start < end <= _LAST:
+                raise _impossible(entry, last)
             last = end
-            ranges = below if _in_parent(entry) else present
+            ranges = kinds.get(entry.flags)
+            if ranges is None or entry.in_parent:
+                ranges = below if _in_parent(entry) else present
             if ranges and ranges[-1][1] == start:
                 ranges[-1] = (ranges[-1][0], end)
             else:
@@ -79,29 +83,34 @@ def encode(pagemap: Pagemap) -> bytes:
     parts = [_HEADER, _SIZE.pack(len(head)), head]
     marked = [(start, end, PRESENT) for start, end in pagemap.present]
     marked += [(start, end, IN_PARENT) for start, end in pagemap.below]
-    for start, end, flags in sorted(marked):
-        pages = (end - start) // PAGE_BYTES
-        entry = pb.pagemap_entry(vaddr=start, compat_nr_pages=0, nr_pages=pages, flags=flags).SerializeToString()
-        parts += (_SIZE.pack(len(entry)), entry)
+    entry = pb.pagemap_entry(vaddr=0, compat_nr_pages=0, nr_pages=0, flags=0)
+    for entry.vaddr, end, entry.flags in sorted(marked):
+        entry.nr_pages = (end - entry.vaddr) // PAGE_BYTES
+        message = entry.SerializeToString()
+        parts += (_SIZE.pack(len(message)), message)
     return b"".join(parts)
 
 
 def _messages(content: bytes) -> Iterator[bytes]:
-    at = len(_HEADER)
-    while at < len(content):
-        (size,) = _SIZE.unpack_from(content, at)
-        at += _SIZE.size + size
-        if at > len(content):
+    at, length, unpack = len(_HEADER), len(content), _SIZE.unpack_from
+    while at < length:
+        begin = at + _SIZE.size
+        at = begin + unpack(content, at)[0]
+        if at > length:
             raise ValueError("it ends early")
-        yield content[at - size : at]
+        yield content[begin:at]
 
 
-def _span(entry: Any) -> Range:
-    pages = int(entry.nr_pages) if entry.HasField("nr_pages") else int(entry.compat_nr_pages)
-    start = int(entry.vaddr)
-    if pages < 1 or start % PAGE_BYTES or start + pages * PAGE_BYTES > _LAST:
-        raise ValueError(f"the entry of {pages} pages at {start:x} is impossible")
-    return start, start + pages * PAGE_BYTES
+def _compat_pages(entry: Any) -> int:
+    """How many pages an entry has that has none of the newer field."""
+    return 0 if entry.HasField("nr_pages") else int(entry.compat_nr_pages)
+
+
+def _impossible(entry: Any, last: int) -> ValueError:
+    if entry.vaddr < last:
+        return ValueError(f"the entry at {entry.vaddr:x} is not in order")
+    pages = entry.nr_pages or _compat_pages(entry)
+    return ValueError(f"the entry of {pages} pages at {entry.vaddr:x} is impossible")
 
 
 def _in_parent(entry: Any) -> bool:

@@ -5,6 +5,8 @@ Only pages of private mappings that a fork shares are looked at: anonymous pages
 
 The processes must be frozen. The kernel may still move a page to another frame at any moment, so a caller that compares two
 processes reads the frames of one of them again afterwards.
+
+A rank has millions of pages, and it is paused meanwhile: no loop here is over pages, but those of Python's own functions.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import ctypes
 import errno
 import fcntl
 import mmap
+import operator
 import os
 import re
 import struct
@@ -20,18 +23,25 @@ from collections.abc import Iterator
 from typing import Self
 
 from snapshotd.criu import page_ranges
-from snapshotd.criu.page_ranges import Range
+from snapshotd.criu.page_ranges import Range, Ranges
 from snapshotd.proc import maps
 
 PAGE_BYTES = mmap.PAGESIZE
-ENTRY_BYTES = 8
-#: Of an entry: the frame number, and that the page is in memory.
-_FRAME = (1 << 55) - 1
+_ENTRY_BYTES = 8
+#: Of an entry that is reduced to the frame number and whether the page is in memory: the latter, and one that no page has.
 _PRESENT = 1 << 63
+_NONE = b"\xff" * _ENTRY_BYTES
+#: What is kept of the last two bytes of an entry: the upper bits of the frame number, and whether the page is in memory.
+_UPPER = bytes(byte & 0x7F for byte in range(256))
+_STATE = bytes(byte & 0x80 for byte in range(256))
+#: The entries of pages that are not in memory, by their last bytes; runs of pages that are the same in both.
+_ABSENT = re.compile(rb"\0+")
+_SAME = re.compile(rb"\x01+")
 
 #: struct pm_scan_arg and struct page_region of linux/fs.h
 _SCAN = struct.Struct("=12Q")
-_REGION = struct.Struct("=3Q")
+#: … of three numbers, of which the first two are the start and the end
+_REGION_BYTES = 24
 _PAGEMAP_SCAN = 3 << 30 | _SCAN.size << 16 | ord("f") << 8 | 16
 _REGIONS = 4096
 _IS_FILE, _IS_PRESENT, _IS_ZERO = 1 << 2, 1 << 3, 1 << 5
@@ -66,20 +76,24 @@ class PageFrames:
             return []
         return page_ranges.common(page_ranges.joined(self._scan(wanted[0][0], wanted[-1][1])), wanted)
 
-    def read(self, start: int, end: int) -> bytes:
-        """The entries of these pages: 8 bytes for each."""
-        offset, left = start // PAGE_BYTES * ENTRY_BYTES, (end - start) // PAGE_BYTES * ENTRY_BYTES
-        parts = []
-        while left:
-            part = os.pread(self._fd, left, offset)
-            if not part:
-                raise ProcessLookupError(errno.ESRCH, f"process {self._pid} has ended")
-            parts.append(part)
-            offset, left = offset + len(part), left - len(part)
-        return b"".join(parts)
+    def read(self, ranges: Ranges) -> bytearray:
+        """The entries of all pages of these ranges, one after the other, reduced to frame and presence."""
+        entries = bytearray(page_ranges.size_bytes(ranges) // PAGE_BYTES * _ENTRY_BYTES)
+        at = 0
+        with memoryview(entries) as view:
+            for start, end in ranges:
+                offset, until = start // PAGE_BYTES * _ENTRY_BYTES, at + (end - start) // PAGE_BYTES * _ENTRY_BYTES
+                while at < until:
+                    count = os.preadv(self._fd, [view[at:until]], offset)
+                    if not count:
+                        raise ProcessLookupError(errno.ESRCH, f"process {self._pid} has ended")
+                    at, offset = at + count, offset + count
+        entries[6::_ENTRY_BYTES] = entries[6::_ENTRY_BYTES].translate(_UPPER)
+        entries[7::_ENTRY_BYTES] = entries[7::_ENTRY_BYTES].translate(_STATE)
+        return entries
 
     def _scan(self, start: int, end: int) -> Iterator[Range]:
-        regions = ctypes.create_string_buffer(_REGIONS * _REGION.size)
+        regions = ctypes.create_string_buffer(_REGIONS * _REGION_BYTES)
         excluded, wanted = _IS_ZERO | _IS_FILE, _IS_ZERO | _IS_FILE | _IS_PRESENT
         while start < end:
             argument = bytearray(
@@ -94,9 +108,8 @@ class PageFrames:
                 if error.errno in (errno.ENOTTY, errno.EINVAL):
                     raise NotSupported("the kernel has no PAGEMAP_SCAN (Linux 6.7)") from error
                 raise
-            for index in range(found):
-                first, last, _ = _REGION.unpack_from(regions, index * _REGION.size)
-                yield first, last
+            numbers = memoryview(regions)[: found * _REGION_BYTES].cast("B").cast("Q").tolist()
+            yield from zip(numbers[::3], numbers[1::3], strict=True)
             start = _SCAN.unpack(argument)[4]
 
 
@@ -110,30 +123,37 @@ def private_mappings(text: bytes) -> list[Range]:
     return page_ranges.joined(found)
 
 
-def same_frames(left: bytes, right: bytes) -> Iterator[tuple[int, int]]:
-    """First and last (excluded) index of each run of pages that are in memory and have the same frame in both.
+class Frames:
+    """The frames of some pages of one process, to be compared with those of others."""
 
-    Both are what `PageFrames.read` returns, for as many pages. Raises NotSupported if the frame numbers are hidden."""
-    count = len(left) // ENTRY_BYTES
-    frames = _repeated(_FRAME, count)
-    mine, theirs = (int.from_bytes(one, "little") for one in (left, right))
-    unlike = (mine ^ theirs) & frames | (~(mine & theirs) & _repeated(_PRESENT, count))
-    shown = _any_bit(mine & frames, count)
-    for run in re.finditer(rb"\0+", _any_bit(unlike, count)):
-        first, last = run.span()
-        if b"\0" in shown[first:last]:
+    def __init__(self, spans: Ranges, entries: bytearray, wanted: Ranges) -> None:
+        """`entries`: what `PageFrames.read(spans)` has returned. Only the pages of `wanted`, which lie in the spans, are
+        compared. Raises NotSupported if the frame numbers are hidden."""
+        self.spans, kept = spans, bytearray(_NONE * (len(entries) // _ENTRY_BYTES))
+        left = iter(wanted)
+        at, one = 0, next(left, None)
+        for start, end in spans:
+            while one is not None and one[0] < end:
+                first, last = ((at + (address - start) // PAGE_BYTES) * _ENTRY_BYTES for address in one)
+                kept[first:last] = entries[first:last]
+                one = next(left, None)
+            at += (end - start) // PAGE_BYTES
+        for run in _ABSENT.finditer(kept[7::_ENTRY_BYTES]):
+            first, last = run.span()
+            kept[first * _ENTRY_BYTES : last * _ENTRY_BYTES] = _NONE * (last - first)
+        self._numbers = memoryview(kept).cast("Q").tolist()
+        if _PRESENT in self._numbers:
             raise NotSupported("the kernel does not show the numbers of page frames (CAP_SYS_ADMIN)")
-        yield first, last
 
-
-def _repeated(word: int, count: int) -> int:
-    return int.from_bytes(word.to_bytes(ENTRY_BYTES, "little") * count, "little")
-
-
-def _any_bit(words: int, count: int) -> bytes:
-    """A byte for each 64-bit word, which is 0 if the word is. On long integers: a loop over pages would take seconds."""
-    low = _repeated((1 << 32) - 1, count)
-    words = (words | words >> 32) & low
-    words |= words >> 16
-    words |= words >> 8
-    return words.to_bytes(count * ENTRY_BYTES, "little")[::ENTRY_BYTES]
+    def same(self, entries: bytearray) -> list[Range]:
+        """The pages that have the same frame in `entries`, which were read of the same spans."""
+        equal = bytes(map(operator.eq, self._numbers, memoryview(entries).cast("Q").tolist()))
+        found, at = [], 0
+        for start, end in self.spans:
+            count = (end - start) // PAGE_BYTES
+            before = start - at * PAGE_BYTES
+            for run in _SAME.finditer(equal, at, at + count):
+                first, last = run.span()
+                found.append((before + first * PAGE_BYTES, before + last * PAGE_BYTES))
+            at += count
+        return found

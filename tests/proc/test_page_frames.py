@@ -17,7 +17,7 @@ from snapshotd.criu.below import Layer
 from snapshotd.criu.page_ranges import Ranges
 from snapshotd.moves.source import fork_sharing
 from snapshotd.moves.source.fork_sharing import ForkSharing
-from snapshotd.proc.page_frames import PAGE_BYTES, NotSupported, PageFrames, private_mappings, same_frames
+from snapshotd.proc.page_frames import PAGE_BYTES, Frames, NotSupported, PageFrames, private_mappings
 from tests.kernel import needs_page_scans
 
 pytestmark = needs_page_scans
@@ -26,20 +26,54 @@ PRESENT = 1 << 63
 MIB = 1 << 20
 
 
-def entries(*words: int) -> bytes:
-    return struct.pack(f"={len(words)}Q", *words)
+def entries(*words: int) -> bytearray:
+    return bytearray(struct.pack(f"={len(words)}Q", *words))
+
+
+def pages(first: int, last: int) -> page_ranges.Range:
+    return first * PAGE_BYTES, last * PAGE_BYTES
 
 
 def test_pages_with_the_same_frame_are_found() -> None:
-    left = entries(PRESENT | 5, PRESENT | 6, PRESENT | 7, 8, PRESENT | 1 << 40)
-    right = entries(PRESENT | 5, PRESENT | 1 << 55 | 6, PRESENT | 9, 8, PRESENT | 1 << 40)
-    assert list(same_frames(left, right)) == [(0, 2), (4, 5)], "other bits than the frame do not matter"
-    assert list(same_frames(b"", b"")) == []
+    frames = Frames(
+        [pages(10, 13), pages(20, 22)],
+        entries(PRESENT | 5, PRESENT | 6, PRESENT | 7, 8, PRESENT | 1 << 40),
+        [pages(10, 13), pages(20, 22)],
+    )
+    others = entries(PRESENT | 5, PRESENT | 6, PRESENT | 9, 8, PRESENT | 1 << 40)
+    assert frames.same(others) == [pages(10, 12), pages(21, 22)], "a page that is not in memory has no frame"
+    assert Frames([], bytearray(), []).same(bytearray()) == []
+
+
+def test_same_pages_at_the_border_of_two_spans_are_two_ranges() -> None:
+    spans, numbers = [pages(10, 12), pages(20, 22)], entries(*(PRESENT | number for number in (1, 2, 3, 4)))
+    assert Frames(spans, numbers, spans).same(numbers) == spans
+
+
+def test_only_wanted_pages_are_compared() -> None:
+    numbers = entries(*(PRESENT | number for number in range(1, 11)))
+    wanted = [pages(11, 12), pages(14, 16), pages(31, 32)]
+    frames = Frames([pages(10, 16), pages(20, 22), pages(30, 32)], numbers, wanted)
+    assert frames.same(numbers) == wanted
 
 
 def test_frames_that_the_kernel_hides_are_not_compared() -> None:
     with pytest.raises(NotSupported, match="CAP_SYS_ADMIN"):
-        list(same_frames(entries(PRESENT, PRESENT), entries(PRESENT, PRESENT)))
+        Frames([pages(0, 2)], entries(PRESENT, PRESENT), [pages(0, 2)])
+
+
+@pytest.mark.root
+def test_what_is_read_of_a_page_is_its_frame_and_whether_it_is_in_memory() -> None:
+    """The frame of a page that was written, and nothing of one that was not; no other flags, which differ after a fork."""
+    memory = mmap.mmap(-1, 4 * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[PAGE_BYTES : 3 * PAGE_BYTES] = b"x" * 2 * PAGE_BYTES
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    with PageFrames(os.getpid()) as frames:
+        found = frames.read([(start, start + 2 * PAGE_BYTES), (start + 2 * PAGE_BYTES, start + 4 * PAGE_BYTES)])
+    numbers = struct.unpack("=4Q", found)
+    assert (numbers[0], numbers[3]) == (0, 0)
+    assert all(number & PRESENT and 0 < number & ~PRESENT < 1 << 55 for number in numbers[1:3])
+    assert numbers[1] != numbers[2]
 
 
 def test_only_ordinary_private_mappings_are_looked_at() -> None:
@@ -134,7 +168,7 @@ def test_page_that_the_kernel_moves_meanwhile_is_not_shared(
     memory, child = forked
     same = fork_sharing._same
 
-    def moved(pid: int, parents: dict[tuple[int, int], bytes]) -> page_ranges.Ranges:
+    def moved(pid: int, parents: Frames) -> page_ranges.Ranges:
         found = same(pid, parents)
         memory.write(50, 51)
         return found

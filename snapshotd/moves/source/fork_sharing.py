@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from snapshotd.criu import page_ranges
 from snapshotd.criu.below import Layer
-from snapshotd.criu.page_ranges import Range, Ranges
+from snapshotd.criu.page_ranges import Ranges
 from snapshotd.proc import stat, status
 from snapshotd.proc.files import GONE, parse_fields, process_path, read_text
-from snapshotd.proc.page_frames import ENTRY_BYTES, PAGE_BYTES, NotSupported, PageFrames, same_frames
+from snapshotd.proc.page_frames import PAGE_BYTES, Frames, NotSupported, PageFrames
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 LEAST_BYTES = 1 << 20
 #: A process whose memory is in more pieces is dumped whole, and so are its children: pagemaps have a limit on the target.
 MOST_PIECES = 300_000
+#: Frames are read across gaps of this size, because a system call takes longer than what the kernel says about them.
+BRIDGED_BYTES = 1 << 20
 #: Each generation is a folder on the target (`below.MAX_LAYERS`).
 MOST_GENERATIONS = 32
 
@@ -53,14 +57,15 @@ def _shared_with(parent: int, children: list[int]) -> Iterator[Layer]:
     """The parent's frames are read before and after those of its children: the kernel may move pages meanwhile."""
     number = status.read(parent).inner_pid
     with PageFrames(parent) as frames:
-        theirs = frames.private()
-        if len(theirs) > MOST_PIECES:
+        if len(wanted := frames.private()) > MOST_PIECES:
             return
-        before = {one: frames.read(*one) for one in theirs}
-        shared = {child: _same(child, before) for child in children}
-        stable = [part for one in theirs for part in _runs(one[0], before[one], frames.read(*one))]
-    for child, pages in shared.items():
-        kept = page_ranges.common(pages, page_ranges.joined(stable))
+        spans = page_ranges.bridged(wanted, BRIDGED_BYTES)
+        theirs = Frames(spans, before := frames.read(spans), wanted)
+        with ThreadPoolExecutor(min(len(children), os.cpu_count() or 1), "page frames") as threads:
+            shared = list(threads.map(lambda child: _same(child, theirs), children))
+        stable = None if (after := frames.read(spans)) == before else theirs.same(after)
+    for child, pages in zip(children, shared, strict=True):
+        kept = pages if stable is None else page_ranges.common(pages, stable)
         if page_ranges.size_bytes(kept) >= LEAST_BYTES:
             yield Layer(pid=status.read(child).inner_pid, pages=kept, parent=number)
 
@@ -77,32 +82,20 @@ def _without_deep(layers: list[Layer]) -> list[Layer]:
     return [layer for layer in layers if generation(layer.pid) <= MOST_GENERATIONS]
 
 
-def _same(pid: int, parents: dict[Range, bytes]) -> Ranges:
-    """The pages of the process that have the frame which its parent has at that address."""
+def _same(pid: int, parents: Frames) -> Ranges:
+    """The pages of the process that have the frame which its parent has at that address. As they are the parent's, they are
+    such of an ordinary private mapping here too."""
     try:
-        if int(parse_fields(read_text(process_path(pid, "status"))).get("HugetlbPages", "0 kB").split()[0]):
+        fields = parse_fields(read_text(process_path(pid, "status")))
+        if _bytes(fields, "HugetlbPages"):
             return []  # criu restores reserved huge pages from the image of the process itself only
         with PageFrames(pid) as frames:
-            found: list[Range] = []
-            if len(own := frames.private()) > MOST_PIECES:
+            if _bytes(fields, "RssAnon") > MOST_PIECES * PAGE_BYTES and len(frames.private()) > MOST_PIECES:
                 return []
-            theirs = iter(parents.items())
-            (start, end), entries = next(theirs, ((0, 0), b""))
-            for first, last in page_ranges.common(own, list(parents)):
-                while end <= first:
-                    (start, end), entries = next(theirs)
-                part = entries[_entry(first - start) : _entry(last - start)]
-                found += _runs(first, part, frames.read(first, last))
-            return page_ranges.joined(found)
+            return parents.same(frames.read(parents.spans))
     except GONE:
         return []  # it has ended, and has no memory
 
 
-def _runs(start: int, left: bytes, right: bytes) -> Iterator[Range]:
-    for first, last in same_frames(left, right):
-        yield start + first * PAGE_BYTES, start + last * PAGE_BYTES
-
-
-def _entry(length: int) -> int:
-    """Where the entry of the page at this distance begins."""
-    return length // PAGE_BYTES * ENTRY_BYTES
+def _bytes(fields: Mapping[str, str], name: str) -> int:
+    return int(fields.get(name, "0 kB").split()[0]) << 10
