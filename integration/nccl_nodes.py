@@ -125,13 +125,15 @@ class NcclJob:
     device_mib: int = 0
     buffer_mib: int = 0  # of each communicator, on the device
     witnesses: Sequence[Path] = ()  # of each rank: the file to which it appends its steps
+    errors: Sequence[Path] = ()  # of each rank: the file that gets its stderr, instead of that of its output
     environment: Sequence[str] = ()  # more variables, as NAME=VALUE
+    name: str = ""
     rdma: bool = False  # NCCL communicates through RDMA devices (see `rdma_devices`)
     ranks: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.meeting = _meeting()
-        name = f"nccl{time.monotonic_ns() % 10**9}"
+        name = self.name or f"nccl{time.monotonic_ns() % 10**9}"
         for rank, node in enumerate(self.places):
             count = len(self.places)
             words = _arguments(self.meeting, self.shape, rank, count, 1_000_000, self.pace_s, self.device_mib)
@@ -152,7 +154,9 @@ class NcclJob:
             if self.stuck is not None:
                 words += ["--stuck-at", str(self.stuck[1]), *(["--stuck"] if rank == self.stuck[0] else [])]
             command = ["env", *environment, *PROGRAM, *words]
-            self.ranks.append(self.nodes.start(node, command, rank=rank, job=name))
+            with contextlib.ExitStack() as stack:
+                apart = {"stderr": stack.enter_context(self.errors[rank].open("wb"))} if self.errors else {}
+                self.ranks.append(self.nodes.start(node, command, rank=rank, job=name, **apart))
 
     def _faults(self, rank: int) -> Path:
         return self.meeting / f"faults-{rank}"

@@ -15,7 +15,7 @@ from integration.chaos.jobs import Broken, Say
 from integration.chaos.kinds import KINDS
 from integration.chaos.losses import LOSSES
 from integration.chaos.piloted import PilotedChaos
-from integration.chaos.protected import NODES, ProtectedChaos
+from integration.chaos.protected import JOBS, NODES, ProtectedChaos
 from integration.chaos.rounds import Chaos
 from integration.chaos.soak import Soak
 from integration.gpu_nodes import GpuCluster
@@ -33,7 +33,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1, metavar="N", help="number of the first round (default: 1)")
     parser.add_argument("--rounds", type=int, metavar="N", help="maximum number of rounds")
     parser.add_argument(
-        "--jobs", choices=jobs.ALL_KINDS, action="append", help="kind of job; can be repeated (default: all)"
+        "--jobs",
+        choices=[*jobs.ALL_KINDS, *(kind for kind in JOBS if kind not in jobs.ALL_KINDS)],
+        action="append",
+        help="kind of job; can be repeated (default: all)",
     )
     parser.add_argument(
         "--faults", choices=[*KINDS, *LOSSES], action="append", help="kind of fault; can be repeated (default: all)"
@@ -94,16 +97,18 @@ def _status(work: Callable[[], object], say: Say) -> int:
 
 
 def _chaos(nodes: Cluster, seed: int, options: argparse.Namespace, say: Say) -> int:
-    kinds = tuple(options.jobs or jobs.ALL_KINDS)
+    kinds = tuple(kind for kind in options.jobs or jobs.ALL_KINDS if kind in jobs.ALL_KINDS)
     faults = [kind for kind in options.faults or KINDS if kind in KINDS and kind not in options.without]
     made = PilotedChaos if options.autopilot else Chaos
-    chaos = made(nodes, seed, say, kinds, _gpus(nodes) if jobs.NcclGpu.kind in kinds else None, faults)
+    chaos = made(nodes, seed, say, kinds, _gpus(nodes, 2) if jobs.NcclGpu.kind in kinds else None, faults)
     return _run(chaos, options, say)
 
 
 def _rollback(nodes: Cluster, seed: int, options: argparse.Namespace, say: Say) -> int:
     faults = [kind for kind in options.faults or LOSSES if kind in LOSSES and kind not in options.without]
-    return _run(ProtectedChaos(nodes, seed, say, faults), options, say)
+    kinds = [kind for kind in options.jobs or JOBS if kind in JOBS]
+    gpus_of_nodes = _gpus(nodes, 8) if "nccl-gpu" in kinds else None
+    return _run(ProtectedChaos(nodes, seed, say, kinds, gpus_of_nodes, faults), options, say)
 
 
 def _run(chaos: Chaos | ProtectedChaos, options: argparse.Namespace, say: Say) -> int:
@@ -117,11 +122,11 @@ def _run(chaos: Chaos | ProtectedChaos, options: argparse.Namespace, say: Say) -
     return status
 
 
-def _gpus(nodes: Cluster) -> jobs.Gpus:
-    """Two for each node, so that both ranks of a job can be on one node."""
+def _gpus(nodes: Cluster, count: int) -> jobs.Gpus:
+    """So many for each node that all ranks of a job can be on one."""
     lab = GpuCluster(nodes, nodes.folder / "nodes")
     for node in nodes.lab.nodes:
-        lab.give(node, *gpus(node, count=2))
+        lab.give(node, *gpus(node, count=count))
     return lab.nodes
 
 

@@ -56,7 +56,7 @@ class Ledger:
         self._position += len(text)
         *lines, self._rest = (self._rest + text).split(b"\n")
         for line in lines:
-            if line != b"%d" % self.steps:
+            if line.partition(b" ")[0] != b"%d" % self.steps:
                 raise Broken(f"{self.path.name}: step {line.decode(errors='replace')!r} after {self.steps} steps")
             self.steps += 1
 

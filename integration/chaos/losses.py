@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from integration.chaos.ddp_jobs import Ddp
+from integration.chaos.protected_jobs import ProtectedJob
 from integration.harness import PATIENCE_S, Cluster
 from migrator.lab.layout import OPERATOR
 from snapshotd.runtime.faults import Point
@@ -32,6 +32,29 @@ POINTS = {
     "snapshot": {"coordinator": _RECORD, "any": [*_STORE, *_BUDDY]},
     "rollback": {"coordinator": [*_DECIDES, *_RECORD], "any": [*_ENDS, *_TARGET, Point.BEFORE_SEND, Point.SEND]},
 }
+#: Those of jobs with communicators.
+NCCL_POINTS = {
+    "snapshot": {
+        "coordinator": [Point.BEFORE_DETACH, Point.DETACH, Point.ATTACH],
+        "any": [Point.QUIESCED, Point.DETACHED, Point.ATTACHING, Point.ATTACHED, Point.BEFORE_OPEN],
+    },
+    "rollback": {"coordinator": [Point.ATTACH], "any": [Point.ATTACHING, Point.ATTACHED, Point.BEFORE_OPEN]},
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The job when a round begins. `places`: the nodes of its ranks now; `homes`: those of their launchers."""
+
+    nodes: Sequence[str]
+    places: Sequence[str]
+    homes: Sequence[str]
+    coordinator: str
+    nccl: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return len(self.homes)
 
 
 class Course(Protocol):
@@ -41,7 +64,7 @@ class Course(Protocol):
     notes: list[str]
 
     @property
-    def job(self) -> Ddp: ...
+    def job(self) -> ProtectedJob: ...
     def kill_guard(self) -> None: ...
     def start_guard(self) -> None: ...
 
@@ -74,19 +97,16 @@ class Loss:
     strike: Callable[[Course], None]
     down_s: float = 0.0
     mend: Callable[[Course], None] = lambda course: None
-    node: str = ""  # that does not answer meanwhile
-    switches_off: bool = False
 
 
-def draw_moment(random: Random, ranks: int, places: Sequence[str], coordinator: str, every_s: float) -> Moment:
-    """`places`: the nodes that have ranks of the job."""
+def draw_moment(random: Random, stage: Stage, every_s: float) -> Moment:
     during = random.choices(["", "snapshot", "rollback"], [3, 3, 4])[0]
-    victim = random.randrange(ranks)
+    victim = random.randrange(stage.ranks)
     if during and random.random() < 0.6:
         where = random.choice(["coordinator", "any"])
-        point = random.choice(POINTS[during][where])
-        node = coordinator if where == "coordinator" else random.choice(places)
-        return Moment(during, 0.0, point, node, victim)
+        points = NCCL_POINTS if stage.nccl and random.random() < 0.5 else POINTS
+        node = stage.coordinator if where == "coordinator" else random.choice(stage.places)
+        return Moment(during, 0.0, random.choice(points[during][where]), node, victim)
     most_s = {"": every_s + 2.0, "snapshot": 2.0, "rollback": 5.0}[during]
     return Moment(during, random.uniform(0.0, most_s), victim=victim)
 
@@ -101,19 +121,28 @@ def _kill_ranks(course: Course, ranks: Sequence[int]) -> None:
             course.notes.append(f"rank {rank} had no process")
 
 
-def rank_killed(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) -> Loss:
-    rank = random.randrange(ranks)
+def rank_killed(random: Random, stage: Stage, moment: Moment) -> Loss:
+    rank = random.randrange(stage.ranks)
     return Loss("rank-kill", f"SIGKILL to rank {rank}", lambda course: _kill_ranks(course, [rank]))
 
 
-def two_ranks_killed(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) -> Loss:
-    two = random.sample(range(ranks), 2)
+def two_ranks_killed(random: Random, stage: Stage, moment: Moment) -> Loss:
+    two = random.sample(range(stage.ranks), 2)
     return Loss("two-ranks", f"SIGKILL to ranks {two[0]} and {two[1]}", lambda course: _kill_ranks(course, two))
 
 
-def node_off(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) -> Loss:
+def node_off(random: Random, stage: Stage, moment: Moment) -> Loss:
+    return _off("node-off", random, random.choice(stage.nodes))
+
+
+def first_node_off(random: Random, stage: Stage, moment: Moment) -> Loss:
+    """The node of rank 0, and of the job's store."""
+    return _off("first-node-off", random, stage.places[0])
+
+
+def _off(kind: str, random: Random, node: str) -> Loss:
     """A power cut: the launchers there end as well. The disk remains, what was in memory does not."""
-    node, down_s = random.choice(nodes), random.choice([random.uniform(0.0, 10.0), random.uniform(20.0, 60.0)])
+    down_s = random.choice([random.uniform(0.0, 10.0), random.uniform(20.0, 60.0)])
 
     def strike(course: Course) -> None:
         course.job.node_is_off(node)
@@ -122,12 +151,20 @@ def node_off(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) -
     def mend(course: Course) -> None:
         course.nodes.lab.boot(node, timeout_s=PATIENCE_S)
 
-    words = f"power-off of {node} for {down_s:.1f} s"
-    return Loss("node-off", words, strike, down_s, mend, node, switches_off=True)
+    return Loss(kind, f"power-off of {node} for {down_s:.1f} s", strike, down_s, mend)
 
 
-def daemon_killed(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) -> Loss:
-    node = moment.node if moment.node and random.random() < 0.7 else random.choice(nodes)
+def daemon_killed(random: Random, stage: Stage, moment: Moment) -> Loss:
+    node = moment.node if moment.node and random.random() < 0.7 else random.choice(stage.nodes)
+    return _without_daemon("daemon-kill", random, node)
+
+
+def first_daemon_killed(random: Random, stage: Stage, moment: Moment) -> Loss:
+    """The daemon on the node of the launcher of rank 0."""
+    return _without_daemon("first-daemon-kill", random, stage.homes[0])
+
+
+def _without_daemon(kind: str, random: Random, node: str) -> Loss:
     down_s = random.choice([0.0, random.uniform(0.0, 5.0), random.uniform(5.0, 20.0)])
 
     def strike(course: Course) -> None:
@@ -137,11 +174,18 @@ def daemon_killed(random: Random, ranks: int, nodes: Sequence[str], moment: Mome
         if course.nodes.lab.daemon_pid(node) is None:
             course.nodes.lab.start_daemon(node, timeout_s=PATIENCE_S)
 
-    return Loss("daemon-kill", f"SIGKILL to the daemon of {node} for {down_s:.1f} s", strike, down_s, mend)
+    return Loss(kind, f"SIGKILL to the daemon of {node} for {down_s:.1f} s", strike, down_s, mend)
 
 
-def cable_out(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) -> Loss:
-    node = random.choice(nodes)
+def cable_out(random: Random, stage: Stage, moment: Moment) -> Loss:
+    return _cut_off("cable-out", random, random.choice(stage.nodes))
+
+
+def first_cable_out(random: Random, stage: Stage, moment: Moment) -> Loss:
+    return _cut_off("first-cable-out", random, stage.places[0])
+
+
+def _cut_off(kind: str, random: Random, node: str) -> Loss:
     down_s = random.choice([random.uniform(0.5, 8.0), random.uniform(8.0, 20.0), random.uniform(20.0, 50.0)])
 
     def others(course: Course) -> list[str]:
@@ -155,10 +199,10 @@ def cable_out(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) 
         for other in others(course):
             course.nodes.lab.heal(node, other)
 
-    return Loss("cable-out", f"the cable of {node} out for {down_s:.1f} s", strike, down_s, mend, node)
+    return Loss(kind, f"the cable of {node} out for {down_s:.1f} s", strike, down_s, mend)
 
 
-def guard_killed(random: Random, ranks: int, nodes: Sequence[str], moment: Moment) -> Loss:
+def guard_killed(random: Random, stage: Stage, moment: Moment) -> Loss:
     down_s = random.choice([0.0, random.uniform(0.0, 5.0), random.uniform(5.0, 20.0)])
     return Loss(
         "guard-kill",
@@ -169,18 +213,18 @@ def guard_killed(random: Random, ranks: int, nodes: Sequence[str], moment: Momen
     )
 
 
-LOSSES: dict[str, Callable[[Random, int, Sequence[str], Moment], Loss]] = {
+LOSSES: dict[str, Callable[[Random, Stage, Moment], Loss]] = {
     "rank-kill": rank_killed,
     "two-ranks": two_ranks_killed,
     "node-off": node_off,
+    "first-node-off": first_node_off,
     "daemon-kill": daemon_killed,
+    "first-daemon-kill": first_daemon_killed,
     "cable-out": cable_out,
+    "first-cable-out": first_cable_out,
     "guard-kill": guard_killed,
 }
 
 
-def draw_loss(
-    random: Random, ranks: int, nodes: Sequence[str], moment: Moment, among: Sequence[str] = tuple(LOSSES)
-) -> Loss:
-    """`ranks`: their number. `nodes`: all nodes, also those without ranks."""
-    return LOSSES[random.choice(among)](random, ranks, nodes, moment)
+def draw_loss(random: Random, stage: Stage, moment: Moment, among: Sequence[str] = tuple(LOSSES)) -> Loss:
+    return LOSSES[random.choice(among)](random, stage, moment)

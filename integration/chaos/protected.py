@@ -19,9 +19,11 @@ from functools import partial
 from random import Random
 
 from integration.chaos.ddp_jobs import Ddp, Undisturbed
-from integration.chaos.jobs import Broken, Say
-from integration.chaos.losses import LOSSES, Loss, Moment, draw_loss, draw_moment
+from integration.chaos.jobs import Broken, Gpus, Say
+from integration.chaos.losses import LOSSES, Moment, Stage, draw_loss, draw_moment
+from integration.chaos.protected_jobs import ProtectedJob
 from integration.chaos.report import Entry, Report
+from integration.chaos.tensor_jobs import TensorParallel
 from integration.chaos.watch import Watch
 from integration.connections import filters
 from integration.harness import MIGRATOR, PATIENCE_S, Cluster
@@ -36,29 +38,38 @@ TICK_S = 0.1
 REACH_S = 40.0
 SETTLE_LIMIT_S = 240.0
 ROUNDS_OF_A_JOB = (3, 6)
-#: After what time the operator declares the coordinator's node dead.
-OPERATOR_S = 12.0
+#: Every snapshot must lie on three nodes at least: with two there is no majority that could replace a lost coordinator.
+MIN_NODES = 3
+JOBS = ("ddp", "nccl", "nccl-gpu")
 
 
 class ProtectedChaos:
     """Rounds in one lab, drawn from a seed. `say` gets one line for each round. It is the `Course` of each loss."""
 
-    def __init__(self, nodes: Cluster, seed: int, say: Say, faults: Sequence[str] = tuple(LOSSES)) -> None:
-        self.nodes, self.seed, self.say, self.faults = nodes, seed, say, tuple(faults)
-        chosen = [] if self.faults == tuple(LOSSES) else [f"--faults {kind}" for kind in self.faults]
+    def __init__(
+        self,
+        nodes: Cluster,
+        seed: int,
+        say: Say,
+        kinds: Sequence[str] = JOBS,
+        gpus: Gpus | None = None,
+        faults: Sequence[str] = tuple(LOSSES),
+    ) -> None:
+        self.nodes, self.seed, self.say = nodes, seed, say
+        self.kinds, self.gpus, self.faults = tuple(kinds), gpus, tuple(faults)
+        chosen = [] if self.kinds == JOBS else [f"--jobs {kind}" for kind in self.kinds]
+        chosen += [] if self.faults == tuple(LOSSES) else [f"--faults {kind}" for kind in self.faults]
         self.report = Report(seed, ["--rollback", *chosen])
         self.watch = Watch(nodes)
         self.undisturbed = Undisturbed(nodes)
         self.notes: list[str] = []
         self.guard: subprocess.Popen[bytes] | None = None
         self.said = nodes.folder / "protect.out"
-        self.operator: subprocess.Popen[bytes] | None = None
-        self.declared = 0
-        self._job: Ddp | None = None
+        self._job: ProtectedJob | None = None
         self._lasts = 0
 
     @property
-    def job(self) -> Ddp:
+    def job(self) -> ProtectedJob:
         assert self._job is not None
         return self._job
 
@@ -74,10 +85,9 @@ class ProtectedChaos:
             self._named(number, self._finish)
         finally:
             self.watch.stop()
-            for process in (self.guard, self.operator):
-                if process is not None:
-                    process.kill()
-                    process.wait()
+            if self.guard is not None:
+                self.guard.kill()
+                self.guard.wait()
             self.report.scans, self.report.longest_gap_s = self.watch.scans, self.watch.longest_gap_s
         return self.report
 
@@ -86,9 +96,10 @@ class ProtectedChaos:
             work()
         except (AssertionError, subprocess.TimeoutExpired) as error:
             self.report.broken = f"round {number}: {error}"
+            tails = self._job.tails() if self._job is not None else ""
             raise Broken(
                 f"seed {self.seed}, {self.report.broken}\nrepeat with: {self.report.repeat()} (the rounds before it are part"
-                f" of the state)\n--- migrator protect\n{self._said()[-4000:]}\n{self._tails()}\n{self.nodes.logs(200)}"
+                f" of the state)\n--- migrator protect\n{self._said()[-4000:]}\n{tails}\n{self.nodes.logs(400)}"
             ) from error
 
     # ---------------------------------------------------------------- one round
@@ -97,19 +108,19 @@ class ProtectedChaos:
         random = Random(f"{self.seed}/{number}")
         if self._job is None:
             self._begin(random)
-        self.notes, self.declared = [], 0
-        coordinator = self._coordinator()
-        places = [place for rank in range(len(self.job.homes)) for place in self.job.places(rank)]
-        moment = draw_moment(random, len(self.job.homes), places, coordinator, EVERY_S)
-        loss = draw_loss(random, len(self.job.homes), self.nodes.lab.nodes, moment, self.faults)
-        words = f"{self.job.name} on {', '.join(places)}, coordinator {coordinator}: {loss.words}, {moment}"
+        self.notes, job = [], self.job
+        places = [place for rank in range(len(job.homes)) for place in job.places(rank)]
+        stage = Stage(self.nodes.lab.nodes, places, job.homes, self._coordinator(), isinstance(job, TensorParallel))
+        moment = draw_moment(random, stage, EVERY_S)
+        loss = draw_loss(random, stage, moment, self.faults)
+        words = f"{job.name} on {', '.join(places)}, coordinator {stage.coordinator}: {loss.words}, {moment}"
         began_s, rollbacks = time.monotonic(), self._said().count(", down ")
         try:
             self._come(moment)
             before, struck_s = [ledger.steps for ledger in self.job.ledgers], time.monotonic()
             loss.strike(self)
             self._go(moment)
-            self._lasts_for(loss, coordinator)
+            self.wait(loss.down_s)
             loss.mend(self)
             self.nodes.calm()
             self._await_steps(before)
@@ -119,22 +130,26 @@ class ProtectedChaos:
             self.say(f"round {number}: {words}")
             raise
         self.job.rounds += 1
-        again = self.declared or moment.during == "rollback" or self._said().count(", down ") > rollbacks
+        again = moment.during == "rollback" or self._said().count(", down ") > rollbacks
         notes = f" ({', '.join(self.notes)})" if self.notes else ""
         outcome = "rolled back" if again else "went on"
         self.say(f"round {number}: {words}: {outcome}{notes}, new steps after {back_s:.1f} s")
         took_s = time.monotonic() - began_s
         kind = f"{loss.kind}, {f'in a {moment.during}' if moment.during else 'between'}"
-        self.report.add(Entry(number, kind, words, self.job.kind, outcome, took_s, back_s, self.declared))
+        self.report.add(Entry(number, kind, words, self.job.kind, outcome, took_s, back_s, 0))
         if self.job.rounds >= self._lasts or self.job.lost:
             self._finish()
 
     def _begin(self, random: Random) -> None:
-        """A job of three or four ranks on at least two nodes, and its first snapshot."""
-        homes = [random.choice(self.nodes.lab.nodes) for _ in range(random.choice([3, 3, 4]))]
-        if len(set(homes)) == 1:
-            homes[0] = next(node for node in self.nodes.lab.nodes if node != homes[0])
-        self._job = Ddp(self.nodes, homes, self.undisturbed)
+        """A job of a kind that is drawn, and its first snapshot."""
+        kind = random.choice(self.kinds)
+        ranks = random.choice([3, 3, 4]) if kind == "ddp" else random.choice([4, 4, 8])
+        first = random.sample(self.nodes.lab.nodes, MIN_NODES)
+        homes = [*first, *(random.choice(self.nodes.lab.nodes) for _ in range(ranks - MIN_NODES))]
+        if kind == "ddp":
+            self._job = Ddp(self.nodes, homes, self.undisturbed)
+        else:
+            self._job = TensorParallel(self.nodes, homes, self.gpus if kind == "nccl-gpu" else None)
         self._lasts = random.randint(*ROUNDS_OF_A_JOB)
         self.job.await_steps()
         self.watch.add(self.job)
@@ -170,25 +185,6 @@ class ProtectedChaos:
         go = self.nodes.run_dir(node) / f"{moment.point}.go"
         go.touch()
         self._until("a daemon to go on", lambda: not go.exists() or lab.daemon_pid(node) is None)
-
-    def _lasts_for(self, loss: Loss, coordinator: str) -> None:
-        ends_s, struck_s = time.monotonic() + loss.down_s, time.monotonic()
-        while time.monotonic() < ends_s:
-            self.wait(TICK_S)
-            self._operate(loss, coordinator, time.monotonic() - struck_s)
-
-    def _operate(self, loss: Loss, coordinator: str, since_s: float) -> None:
-        """The operator declares the coordinator's node dead if it is off. Delete this once the product does so itself."""
-        if not loss.switches_off or loss.node != coordinator or since_s < OPERATOR_S:
-            return
-        if self.operator is not None and self.operator.poll() is None:
-            return
-        if self.operator is not None and self.operator.returncode == 0:
-            return
-        with (self.nodes.folder / "operator.out").open("ab") as out:
-            command = [*MIGRATOR, "job", "rollback", self.job.name, "--lost", loss.node]
-            self.operator = subprocess.Popen(command, env=self.nodes.environment(), stdout=out, stderr=out)
-        self.declared += 1
 
     # ---------------------------------------------------------------- waiting
 
@@ -253,11 +249,6 @@ class ProtectedChaos:
     def _said(self) -> str:
         return self.said.read_text(errors="replace") if self.said.exists() else ""
 
-    def _tails(self) -> str:
-        operator = self.nodes.folder / "operator.out"
-        said = operator.read_text(errors="replace")[-2000:] if operator.exists() else ""
-        return f"--- the operator\n{said}\n{self.job.tails() if self._job is not None else ''}"
-
     def _coordinator(self) -> str:
         """The node that keeps the job's snapshot."""
         listed = json.loads(self.nodes.migrator("job", "list", "--all", "--json").stdout)["jobs"]
@@ -278,7 +269,7 @@ class ProtectedChaos:
             return
         self.watch.remove(self.job)
         self.job.end()
-        guard, self.guard, self.operator = self.guard, None, None
+        guard, self.guard = self.guard, None
         assert guard is not None
         if guard.wait(PATIENCE_S) != 0 or "the job has ended" not in self._said():
             raise Broken(f"`migrator protect` ended with {guard.returncode}")

@@ -1,6 +1,6 @@
 """Runs a job of NCCL calls only, on the fake NCCL: collectives, splits, sends and receives in groups.
 
-    nccl_steps.py --meeting FOLDER --rank R --ranks N [--shape world|pairs|grid|brief] [--steps S] [--pace-s P]
+    nccl_steps.py --meeting FOLDER --rank R --ranks N [--shape world|pairs|square|grid|brief] [--steps S] [--pace-s P]
                   [--device-mib M]
 
 Ranks exchange a unique id through a file in FOLDER; afterwards they communicate through NCCL only. The state of a rank
@@ -8,9 +8,10 @@ is a vector of 64-bit numbers. Every operation mixes what it received into it. E
 digest of the state, so it depends on every number that ever arrived.
 
 Shapes: `world` is one communicator; `pairs` adds a split by parity, a ring in groups and a communicator that exists for
-one step; `grid` is tensor × pipeline × data parallel for 8 ranks, with the data-parallel sum launched by a second thread, as
-autograd does; `brief`, for one rank, destroys its only communicator before the first step. The functions are looked up in the
-global scope, as in a linked program, so that a preloaded library comes first.
+one step; `square` is tensor × data parallel for 4 ranks, and `grid` tensor × pipeline × data parallel for 8, with the
+data-parallel sum launched by a second thread, as autograd does; `brief`, for one rank, destroys its only communicator before
+the first step. The functions are looked up in the global scope, as in a linked program, so that a preloaded library comes
+first.
 
 With --device-mib NCCL reads and writes device memory, in a buffer registered with the first communicator, and every
 step changes device memory and reads all of it. While the file FOLDER/slow-R-NODE exists, rank R is slow on that node.
@@ -151,7 +152,8 @@ class Job:
     def ask(self, name: str, *arguments: object) -> None:
         result = getattr(self.nccl, name)(*arguments)
         if result != 0:
-            print(f"WRONG {name} answers {result}: {self.nccl.ncclGetLastError(None)!r}", flush=True)
+            said = f"WRONG {name} answers {result}: {self.nccl.ncclGetLastError(None)!r}"
+            print(said, file=sys.stderr, flush=True)
             os._exit(1)
 
     def mix(self, received: Words) -> None:
@@ -281,22 +283,47 @@ def pairs(job: Job) -> Callable[[], None]:
     return step
 
 
+class Gradients:
+    """Their sums, which a second thread launches."""
+
+    def __init__(self, job: Job, comm: c_void_p) -> None:
+        self._job, self._comm = job, comm
+        self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._summed: queue.SimpleQueue[Words] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._asked.get()
+            self._summed.put(self._job.all_reduce(self._comm, stream=0x2000))
+
+    def sum(self) -> Words:
+        self._asked.put(None)
+        return self._summed.get()
+
+
+def square(job: Job) -> Callable[[], None]:
+    """2 × 2: rank = 2 · data + tensor."""
+    comm = job.world()
+    tensor = job.split(comm, job.rank // 2)
+    gradients = Gradients(job, job.split(comm, job.rank % 2))
+
+    def step() -> None:
+        job.mix(job.all_reduce(tensor))
+        job.pause()
+        job.mix(job.all_reduce(tensor, MAX))
+        job.mix(gradients.sum())
+
+    return step
+
+
 def grid(job: Job) -> Callable[[], None]:
     """2 × 2 × 2: rank = 4 · data + 2 · stage + tensor."""
     comm = job.world()
     part, stage, replica = job.rank % 2, job.rank // 2 % 2, job.rank // 4
     tensor = job.split(comm, job.rank // 2)
     pipeline = job.split(comm, 2 * replica + part)
-    data = job.split(comm, job.rank % 4)
-    asked: queue.SimpleQueue[None] = queue.SimpleQueue()
-    summed: queue.SimpleQueue[Words] = queue.SimpleQueue()
-
-    def reduce_gradients() -> None:
-        while True:
-            asked.get()
-            summed.put(job.all_reduce(data, stream=0x2000))
-
-    threading.Thread(target=reduce_gradients, daemon=True).start()
+    gradients = Gradients(job, job.split(comm, job.rank % 4))
 
     def step() -> None:
         for _ in range(2):  # micro-batches: forward, then back
@@ -310,8 +337,7 @@ def grid(job: Job) -> Callable[[], None]:
             else:
                 job.send(pipeline, 0)
             job.mix(job.all_reduce(tensor, MAX))
-        asked.put(None)
-        job.mix(summed.get())
+        job.mix(gradients.sum())
         if job.step % 4 == 0:
             job.mix(job.all_reduce(comm))
 
@@ -331,7 +357,7 @@ def brief(job: Job) -> Callable[[], None]:
     return step
 
 
-SHAPES = {"world": world, "pairs": pairs, "grid": grid, "brief": brief}
+SHAPES = {"world": world, "pairs": pairs, "square": square, "grid": grid, "brief": brief}
 
 
 def open_beside_nccl(options: argparse.Namespace) -> None:
@@ -354,7 +380,7 @@ def main() -> int:
     parser.add_argument("--stuck", action="store_true", help="the others write FOLDER/launched-R when they wait for it")
     parser.add_argument("--device-mib", type=int, default=0)
     parser.add_argument("--beside", default="", help="a library that opens an RDMA device when FOLDER/beside-R exists")
-    parser.add_argument("--witness", default=os.devnull, help="every step is appended to this file, as in chain.py")
+    parser.add_argument("--witness", default=os.devnull, help="every line is appended to this file, opened by name")
     options = parser.parse_args()
     if options.beside:
         threading.Thread(target=open_beside_nccl, args=(options,), daemon=True).start()
@@ -366,9 +392,10 @@ def main() -> int:
                 time.sleep(0.01)
         step()
         on_device = job.device.turn(job.step, job.state.tobytes()) if job.device is not None else b""
+        line = f"{job.step} {hashlib.sha256(job.state.tobytes() + on_device).hexdigest()[:24]}"
         with open(options.witness, "a") as witness:
-            witness.write(f"{job.step}\n")
-        print(f"{job.step} {hashlib.sha256(job.state.tobytes() + on_device).hexdigest()[:24]}", flush=True)
+            witness.write(f"{line}\n")
+        print(line, flush=True)
         if job.agree_to_end():
             break
     print("DONE", flush=True)

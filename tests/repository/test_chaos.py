@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from integration.chaos import kinds, processes
-from integration.chaos.ddp_jobs import RepeatedLedger
 from integration.chaos.jobs import ALL_KINDS, Broken, Ledger
-from integration.chaos.losses import LOSSES, draw_loss, draw_moment
+from integration.chaos.losses import LOSSES, NCCL_POINTS, Stage, draw_loss, draw_moment
 from integration.chaos.protected import NODES, ProtectedChaos
+from integration.chaos.protected_jobs import RepeatedLedger
 from integration.chaos.report import Entry, Report
 from integration.chaos.rounds import Chaos
 from integration.chaos.soak import WARM_UP, WINDOW, Samples, Soak
@@ -52,7 +52,7 @@ def test_a_seed_draws_the_same_faults_and_all_kinds() -> None:
 
 
 def test_ledger_of_a_job_that_is_rolled_back_notices_other_losses_and_a_second_copy(tmp_path: Path) -> None:
-    for wrong, why in (("1 0.9\n", "had 0.5 before"), ("4 0.1\n", "instead of 3"), ("x\n", "instead of 3")):
+    for wrong, why in (("1 0.9\n", "gave 0.9, and 0.5 before"), ("4 0.1\n", "instead of 3"), ("x\n", "instead of 3")):
         ledger = RepeatedLedger(tmp_path / "ledger")
         ledger.path.write_text("0 0.7\n1 0.5\n2 0.3\n1 0.5\n2 0.3\n")
         ledger.read()
@@ -68,25 +68,28 @@ def test_ledger_of_a_job_that_is_rolled_back_notices_other_losses_and_a_second_c
 
 
 def test_a_seed_draws_the_same_losses_of_all_kinds_at_moments_of_all_kinds() -> None:
-    drawn = []
+    drawn, places = [], ["node-1", "node-2", "node-2"]
+    stage = Stage(NODES, places, places, "node-1", nccl=True)
     for _ in range(2):
         found = []
         for number in range(400):
             random = Random(f"7/{number}")
-            moment = draw_moment(random, 3, ["node-1", "node-2"], "node-1", 3.0)
-            found.append((moment, draw_loss(random, 3, NODES, moment)))
+            moment = draw_moment(random, stage, 3.0)
+            found.append((moment, draw_loss(random, stage, moment)))
         drawn.append([(moment, loss.kind, loss.words, loss.down_s) for moment, loss in found])
     assert drawn[0] == drawn[1]
     assert {kind for _, kind, _, _ in drawn[0]} == set(LOSSES)
     assert {moment.during for moment, _, _, _ in drawn[0]} == {"", "snapshot", "rollback"}
     assert all(moment.node in {"", "node-1", "node-2"} for moment, _, _, _ in drawn[0])
+    points = {point for during in NCCL_POINTS.values() for listed in during.values() for point in listed}
+    assert points <= {moment.point for moment, _, _, _ in drawn[0]}
 
 
 def test_hint_how_to_repeat_rounds_of_rollback_has_their_options(tmp_path: Path) -> None:
     nodes: Any = SimpleNamespace(folder=tmp_path)
     assert ProtectedChaos(nodes, 7, print).report.repeat() == 'make chaos SEED=7 CHAOS="--rollback"'
-    chosen = ProtectedChaos(nodes, 7, print, ["node-off"]).report.repeat()
-    assert chosen == 'make chaos SEED=7 CHAOS="--rollback --faults node-off"'
+    chosen = ProtectedChaos(nodes, 7, print, ["nccl"], None, ["node-off"]).report.repeat()
+    assert chosen == 'make chaos SEED=7 CHAOS="--rollback --jobs nccl --faults node-off"'
 
 
 def test_hint_how_to_repeat_a_run_has_its_options(tmp_path: Path) -> None:
