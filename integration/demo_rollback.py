@@ -3,12 +3,10 @@ losses with an undisturbed run."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import threading
-import time
 
 from integration.demo import LIMIT_S, MIGRATOR, in_lab, say
 from integration.demo_training import Ended, Training, first_difference
@@ -70,7 +68,6 @@ def demonstrate(lab: Lab) -> int:
     protector = Protector(environment, "--every", "10m")
     try:
         protector.await_line(", paused ", LIMIT_S)
-        _await_confirmed(environment)
         training.await_steps(training.steps + STEPS, LIMIT_S)
         say("\nspare-1 loses its power, with rank 1 on it. Nobody types a command.")
         lab.crash("spare-1")
@@ -89,20 +86,6 @@ def demonstrate(lab: Lab) -> int:
     gap = f"The longest gap between two steps was {training.longest_s:.1f} s."
     say(f"  All {training.steps} losses are identical, and each was printed once. {gap}")
     return 0
-
-
-def _await_confirmed(environment: dict[str, str]) -> None:
-    """Waits until all nodes have confirmed the first snapshot: before that only an operator may declare a node dead."""
-    ends_s = time.monotonic() + LIMIT_S
-    while True:
-        command = [*MIGRATOR, "job", "list", "--json"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        jobs = json.loads(done.stdout)["jobs"]
-        if jobs and all(job["ended_unix_s"] for job in jobs):
-            return
-        if time.monotonic() > ends_s:
-            raise Ended(f"the snapshot was not confirmed by all nodes within {LIMIT_S:.0f} s: {jobs}")
-        time.sleep(0.5)
 
 
 def _migrator(environment: dict[str, str], *words: str) -> None:

@@ -21,18 +21,21 @@ they are moves like any other, with the same marks (`migrator/protocol.py`), and
 **Snapshots.** A snapshot is a suspension after which the ranks go on. Each goes on as soon as its own image is complete,
 whatever the outcome will be: until the others' images are complete too, their filters drop what it sends, so the cut stays
 consistent. Then the image is sent to the rank's *buddy*, another node, which keeps a copy of it. Both lie in memory. COMMIT,
-which needs all images and all copies, says that the snapshot counts. Then the one before is dropped, and not earlier. The
-last one is dropped when no node knows a rank of the job any more. A rank that is kept in a snapshot is *bound* to its
-coordinator, which alone may end it, suspend it or take the next snapshot of it; until then it does not move.
+which needs all images and all copies, says that the snapshot counts. A rank that is kept in a snapshot is *bound* to its
+coordinator, which alone may end it, suspend it or take the next snapshot of it; until then it does not move. When all are
+bound, the snapshot before is dropped, and not earlier. When most nodes that keep the images know that, the driver reports the
+snapshot: from then on the job can be rolled back to it whichever node is lost. The last one is dropped when no node knows a
+rank of the job any more.
 
 **Rollback.** Job.Rollback makes the coordinator of the last snapshot record that the incarnation that runs is over. The
 record has its outcome from the beginning, and that is the decision: from then on no process of that incarnation may run
-anywhere. It is refused until every rank is bound, while the job is suspended, and if the job was resumed from a suspension
-since; after it nothing of that incarnation is stored any more. The coordinator has every node of the cluster end it
-(Job.EndRanks). A node records that it is over before it ends the first process, so copies on their way to it do not run
-either, and answers only when none is left, bound or not. Home keepers stay; for them the rank is away. When every
-node has answered, the record is settled, and the job is suspended: its images are those of the snapshot, of each rank the
-image or the copy. It is resumed by the table RESUME, as often as it takes. The snapshot stays, and a newer one replaces it.
+anywhere. It is refused until every rank is bound, by this snapshot or an earlier one, while the job is suspended, and if
+the job was resumed from a suspension since; after it nothing of that incarnation is stored any more. The coordinator has
+every node of the cluster end it (Job.EndRanks). A node records that it is over before it ends the first process, so
+copies on their way to it do not run either, and answers only when none is left, bound or not. Home keepers stay; for them
+the rank is away. When every node has answered, the record is settled, and the job is suspended: its images are those of
+the snapshot, of each rank the image or the copy. It is resumed by the table RESUME, as often as it takes. The snapshot
+stays, and a newer one replaces it.
 
 **Another coordinator.** A coordinator that leaves records first that it never rolls the job back again (Job.HandOver). Then
 its successor gets the record, and after that all nodes obey the successor, each after asking the former one.
@@ -61,7 +64,6 @@ only then opens the gates; an undo does the same. It asks the processes what is 
 not settled before the gates are open. If a member has ended, what it was in stays down, and the job gets NCCL's errors. A
 node opens its gates without the coordinator's word if that has been silent for 15 minutes. Copies of a resumption are behind
 the gates of their images, and COMMIT needs their communicators: a target whose copy lacks some answers that it is not ready.
-Gates and communicators are not in the model of `tests/protocol/`.
 
 **Keepers.** The home keeper of each rank, which is what the launcher knows, stays. For it the rank is away, as after a move.
 
@@ -179,6 +181,7 @@ SNAPSHOT: tuple[JobStep, ...] = (
     JobStep("commit", "Job.Commit", _COORDINATOR, 60, "ask all stores and buddies, record COMMIT"),
     JobStep("keep", "Source.Release", _STORES, 60, "ask the coordinator, keep the image"),
     JobStep("keep", "Target.Activate", _BUDDIES, 60, "ask the coordinator, keep the copy"),
+    JobStep("confirm", "Job.GetOutcome", _COORDINATOR, 60, "hear that all ranks are bound, and others know it"),
 )
 
 #: How each is undone, in this order: the record first. The others ask for it and act on it; without these calls they would

@@ -30,6 +30,8 @@ LOOK_S = 1.0
 #: A node that does not answer, or a rank that no node has, counts as lost after this time.
 LOST_S = 10.0
 AGAIN_S = 10.0
+#: For a snapshot that counts, and that a node has not confirmed: the node may be lost, and until then nothing looks for it.
+CONFIRM_S = 10.0
 
 
 @dataclass
@@ -185,7 +187,8 @@ class Protection:
         """Takes a snapshot; how long it paused the job, None if there is none."""
         boots = await self._boots()
         try:
-            result = await jobs.snapshot(self.cluster, self.options, lambda event: None)
+            asked = replace(self.options, confirm_s=CONFIRM_S)
+            result = await jobs.snapshot(self.cluster, asked, lambda event: None)
         except SnapshotError as error:
             self._no_snapshot(f"{error.message}; {error.advice}" if error.advice else error.message)
             return None

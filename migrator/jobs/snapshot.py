@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,7 +16,11 @@ from migrator.jobs.suspend import Suspension
 from migrator.jobs.walk import each, new_id
 from migrator.results import Event
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import SnapshotError, Undone
+from snapshotd.api.errors import SnapshotError, Undone, Where
+
+#: How long the confirmation is waited for before all nodes are asked again.
+CONFIRMED_S = 5.0
+LOOK_S = 0.1
 
 
 class Snapshot(Suspension):
@@ -45,6 +50,7 @@ class Snapshot(Suspension):
             "Source.Send": self.send,
             "Job.Attach": self.reattach,
             "Target.Activate": self.keep,
+            "Job.GetOutcome": self.confirm,
             "Target.Discard": self.discard,
         }
 
@@ -120,6 +126,19 @@ class Snapshot(Suspension):
                 raise Undone(f"the copy of rank {part.rank} on {part.copy_node} is not kept yet")
 
         await each(self.participants, ask)
+
+    async def confirm(self, timeout_s: float) -> None:
+        """A snapshot counts for its user only when the job can be rolled back to it: all ranks are bound to its coordinator,
+        and a majority of the nodes that keep it knows that, so that another node may take over."""
+        ends = time.monotonic() + min(timeout_s, CONFIRMED_S)
+        while not (found := await self.outcome()).settled:
+            if time.monotonic() > ends:
+                raise Undone(f"not all nodes have confirmed it: {found.reason}", where=Where.SOURCE_RUNNING)
+            await asyncio.sleep(LOOK_S)
+
+    async def outcome(self) -> pb.Outcome:
+        client = await self.client(self.coordinator)
+        return await client.job.GetOutcome(pb.MoveRequest(move=self.record), timeout_s=CONFIRMED_S)
 
     async def discard(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:

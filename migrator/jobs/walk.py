@@ -23,8 +23,6 @@ T = TypeVar("T")
 
 #: How long to keep asking a coordinator that cannot be reached for its record.
 REACH_S = 60.0
-#: How long the daemons have to carry out a recorded COMMIT before it is reported as not confirmed.
-CONFIRM_S = 60.0
 
 
 class JobRun(ABC):
@@ -275,8 +273,8 @@ def _after_undo(run: JobRun) -> str:
 
 
 async def _finish(run: JobRun, error: SnapshotError) -> JobResult:
-    """COMMIT is recorded, and the daemons carry it out. Asks them until all have confirmed it, for CONFIRM_S at most."""
-    ends = time.monotonic() + CONFIRM_S
+    """COMMIT is recorded, and the daemons carry it out. Asks them until all have confirmed it, or for too long."""
+    ends = time.monotonic() + run.options.confirm_s
     while True:
         try:
             for step in run.table[run.commit + 1 :]:

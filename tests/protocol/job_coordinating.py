@@ -7,11 +7,12 @@ from contextlib import suppress
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Answer, JobDecision, Part
 from snapshotd.moves.rules import Mark, Outcome
+from tests.protocol.job_gating import JobGating
 from tests.protocol.job_succeeding import Succeeding
 from tests.protocol.job_world import Lost, Record, Refused
 
 
-class Coordinating(Succeeding):
+class Coordinating(Succeeding, JobGating):
     def on_job_begin(self, node: str, name: str, suspension: str, *parts: str) -> object:
         if (node, name) in self.journal:
             self.open(node, name, "job")
@@ -35,7 +36,7 @@ class Coordinating(Succeeding):
         copies = [(one[4], one[5]) for one in words if len(one) > 4]
         kind = "snapshot" if copies else ""
         self.journal[node, name] = Record(
-            "job", Mark.BEGUN, parts=listed, copies=copies, suspension=suspension, kind=kind
+            "job", Mark.BEGUN, parts=listed, copies=copies, suspension=suspension, kind=kind, gated=self.nccl
         )
         self.journal[node, name].incarnation = next((c.incarnation for c in self.copies if c.running), "")
         self.begun_at[name] = node
@@ -63,6 +64,17 @@ class Coordinating(Succeeding):
             self.decide(node, record, Outcome.COMMIT)
             self.protected |= record.kind == "snapshot"
         return record.outcome
+
+    def on_job_confirm(self, node: str, name: str) -> object:
+        """What the coordinator of a snapshot does by itself, and what the driver waits for."""
+        self.settle_job(node, name)
+        self.renew(node)
+        record = self.journal[node, name]
+        told = [voter for voter in record.voters if (voter, name) in self.settled]
+        few = len(record.voters) < job_rules.MIN_VOTERS
+        if not record.ended or not (few or job_rules.is_majority(record.voters, told)):
+            raise Refused("not all nodes have confirmed it")
+        return None
 
     def on_job_abort(self, node: str, name: str) -> object:
         if (node, name) not in self.journal:
@@ -116,6 +128,7 @@ class Coordinating(Succeeding):
                         self.call(node, at, "end", move)
                     return
                 case JobDecision.CLOSE if not record.ended:
+                    self.put_back(node, name)
                     drops = record.suspension and self.journal[node, record.suspension].kind != "rollback"
                     if record.outcome is Outcome.COMMIT and drops:
                         for _, _, at, image in record.parts:

@@ -29,9 +29,9 @@ RPC = {
     "Source.Inspect": "",
     "Job.Begin": "job_begin",
     "Source.Begin": "begin",
-    "Gate.Close": "",  # gates and communicators are not in the model
-    "Job.Detach": "",
-    "Job.Attach": "",
+    "Gate.Close": "close_gates",
+    "Job.Detach": "job_detach",
+    "Job.Attach": "job_attach",
     "Source.Freeze": "freeze",
     "Source.Stream": "stream",
     "Job.Commit": "job_commit",
@@ -42,6 +42,7 @@ RPC = {
     "Source.Send": "send",
     "Target.Restore": "restore",
     "Target.Activate": "activate",
+    "Job.GetOutcome": "job_confirm",
     "Job.Abort": "job_abort",
     "Source.Abort": "abort",
     "Target.Discard": "discard",
@@ -110,7 +111,7 @@ class Attempt:
         return "undone"
 
     def ask(self, step: JobStep, *, patient: bool = False) -> None:
-        if not (rpc := RPC[step.call]):
+        if not (rpc := RPC[step.call]) or (step.only_with_nccl and not self.model.nccl):
             return
         if step.asked is Asked.COORDINATOR:
             parts = [
@@ -119,7 +120,11 @@ class Attempt:
                 for rank in (0, 1)
             ]
             more = (self.suspension, *parts) if rpc == "job_begin" else ()
-            self.model.call(DRIVER, self.at, rpc, self.name, *more)
+            try:
+                self.model.call(DRIVER, self.at, rpc, self.name, *more)
+            except (Lost, Refused):
+                if not patient:
+                    raise
             return
         for rank in (0, 1):
             try:
@@ -141,6 +146,8 @@ class Attempt:
                 return store, rpc, move, self.buddies[rank], self.copies[rank]
             case "begin":
                 return node, rpc, move, str(rank), self.name
+            case "close_gates":
+                return node, rpc, self.name
             case "get_image":
                 return store, rpc, self.images[rank]
             case "prepare":

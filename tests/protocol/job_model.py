@@ -13,7 +13,7 @@ from snapshotd.moves.rules import Mark, target_answer
 from tests.protocol.job_coordinating import Coordinating
 from tests.protocol.job_restoring import Restoring
 from tests.protocol.job_storing import Storing
-from tests.protocol.job_world import NODES, Lost, Refused
+from tests.protocol.job_world import NODES, Lost, Record, Refused
 
 
 class JobModel(Coordinating, Storing, Restoring):
@@ -26,6 +26,8 @@ class JobModel(Coordinating, Storing, Restoring):
         if record.kind == "copy":
             return job_rules.target_part(job_rules.copy_state(record.mark, whole=(node, move) in self.kept))
         if record.role == "target":
+            if self.nccl and not record.attached and record.mark is Mark.HELD:
+                return Part.WORKING
             return job_rules.target_part(target_answer(self.target_facts(record)))
         if record.ended:
             return Part.DONE
@@ -39,19 +41,21 @@ class JobModel(Coordinating, Storing, Restoring):
         for _ in range(rounds):
             for (node, move), record in list(self.journal.items()):
                 record.lease = False
-                asleep = record.mark is Mark.ACTIVATED and record.copy_exists
-                if record.ended and not (asleep and record.copy is not None and not record.copy.running):
+                if record.ended and not (record.mark is Mark.ACTIVATED and self.asleep(record)):
                     continue
                 with suppress(Lost, Refused):
-                    {"job": self.settle_job, "source": self.settle_store, "target": self.settle_target}[record.role](
-                        node, move
-                    )
+                    settles = {"job": self.settle_job, "source": self.settle_store, "target": self.settle_target}
+                    settles["gate"] = self.settle_gate
+                    settles[record.role](node, move)
             for node in NODES:
                 with suppress(Lost, Refused):
                     self.renew(node)
                 self.may_run(node)
             with suppress(Lost, Refused):
                 self.settle_kept()
+
+    def asleep(self, record: Record) -> bool:
+        return record.copy is not None and record.copy.alive and (not record.copy.running or record.copy.gated)
 
     def unfinished(self) -> list[str]:
         return [f"{node} {move} {record}" for (node, move), record in self.journal.items() if not record.ended]

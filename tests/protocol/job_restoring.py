@@ -5,10 +5,11 @@ from __future__ import annotations
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Answer, CopyDecision
 from snapshotd.moves.rules import CopyState, Mark, Outcome, TargetDecision, TargetFacts, target_answer, target_next
-from tests.protocol.job_world import Copy, JobWorld, Record, Refused
+from tests.protocol.job_gating import JobGating
+from tests.protocol.job_world import Copy, Record, Refused
 
 
-class Restoring(JobWorld):
+class Restoring(JobGating):
     def on_prepare(self, node: str, move: str, rank: str, image: str, coordinator: str) -> object:
         if (node, move) in self.journal:
             self.open(node, move, "target", Mark.PREPARED)
@@ -69,6 +70,7 @@ class Restoring(JobWorld):
                 raise Refused("no image")
             self.put(node, record, Mark.RESTORING)
             record.copy = Copy(record.rank, node, record.coordinator, bound_to=self.coordinator_of(record))
+            record.copy.gated, record.copy.comm = self.nccl, 0 if self.nccl else 1
             self.copies.append(record.copy)
             self.event(node, "criu restore")
             self.put(node, record, Mark.HELD)
@@ -114,6 +116,8 @@ class Restoring(JobWorld):
                         record.copy.alive = record.copy.running = False
                     elif record.copy is not None and record.copy.alive:
                         record.copy.running = True
+                        if record.copy.gated:
+                            self.open_gate(node, record.copy)
                     return
                 case TargetDecision.ASK_SOURCE:
                     said = self.ask(node, record)

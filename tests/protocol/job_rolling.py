@@ -42,7 +42,9 @@ class Rolling(JobWorld):
     def must_be_kept(self, node: str, snapshot: Record) -> None:
         """Refuses unless every rank is bound to the coordinator, or its node was declared dead."""
         parts: dict[str, Part] = {}
-        for at, move, _, _ in [] if snapshot.ended else snapshot.parts:
+        current = [r for r in self.records_of(node) if r.voters and not r.dropped and not r.handed_to]
+        bound = any(r.ended and r.outcome is Outcome.COMMIT for r in current)
+        for at, move, _, _ in [] if bound else snapshot.parts:
             try:
                 parts[at] = Part(str(self.call(node, at, "part", move)))
             except Lost:

@@ -7,10 +7,11 @@ from contextlib import suppress
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Answer, StoreDecision, StoreFacts
 from snapshotd.moves.rules import Mark, Outcome
-from tests.protocol.job_world import JobWorld, Lost, Record, Refused
+from tests.protocol.job_gating import JobGating
+from tests.protocol.job_world import Lost, Record, Refused
 
 
-class Storing(JobWorld):
+class Storing(JobGating):
     def on_begin(self, node: str, move: str, rank: str, coordinator: str, kind: str = "") -> object:
         if (node, move) in self.journal:
             self.open(node, move, "source", Mark.BEGUN)
@@ -41,6 +42,8 @@ class Storing(JobWorld):
             self.event(node, "dump")
             if not record.copy_exists:
                 raise Refused("the rank has ended")
+            assert record.copy is not None
+            assert not self.nccl or not record.copy.comm, "an image has a communicator"
             if record.kind == "snapshot":
                 self.kept[node, move] = record.coordinator, record.rank
             else:

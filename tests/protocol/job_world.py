@@ -47,13 +47,16 @@ class Copy:
     running: bool = False
     alive: bool = True
     bound_to: str = ""  # the coordinator that may end it; it ends by itself if it is cut off from it
+    comm: int = 1  # the attempt that built its communicator; 0: it is down
+    gated: bool = False
+    lost: bool = False  # its communicator is never built again: it gets errors
 
 
 @dataclass
 class Record:
     """A daemon's journal entry."""
 
-    role: str  # source, target or job
+    role: str  # source, target, job or gate
     mark: Mark
     coordinator: str = ""
     outcome: Outcome | None = None
@@ -77,6 +80,12 @@ class Record:
     handed_to: str = ""  # snapshot: the node that coordinates it now
     fenced: str = ""  # snapshot: its former coordinator, whose lease was over
     adopted: int = 0  # snapshot: how many coordinators it had before
+    was_committed: bool = False  # also if that was overruled
+    members: list[Copy] = field(default_factory=list)  # gate: the ranks behind it
+    abandoned: bool = False  # gate: a communicator is never built again
+    attached: bool = False  # target: the copy has its communicator
+    gated: bool = False  # job: its ranks are in a communicator
+    gates_opened: bool = False
 
     @property
     def copy_exists(self) -> bool:
@@ -86,7 +95,10 @@ class Record:
 class JobWorld:
     """What all participants share."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, nccl: bool = False) -> None:
+        """`nccl`: the ranks are in a communicator."""
+        self.nccl, self.builds = nccl, 1
+        self.gone: set[tuple[str, str]] = set()  # (coordinator, node) that has been silent to it for GONE_S
         self.labels: list[str] = []
         self.faults: dict[int, Callable[[JobModel], None]] = {}
         self.up = dict.fromkeys((DRIVER, *NODES), True)
@@ -187,10 +199,12 @@ class JobWorld:
         copy = next((c for c in self.copies if c.rank == rank and c.running), None)
         if copy is None or copy.node == to or not self.up[to] or not self.up[copy.node] or {to, copy.node} & self.cut:
             return
+        if copy.gated:
+            return
         if not any(r.copy is copy and r.role == "source" and not r.ended for r in self.journal.values()):
             copy.alive = copy.running = False
             over = (to, copy.incarnation, copy.bound_to) in self.over
-            self.copies.append(Copy(rank, to, copy.incarnation, not over, not over, copy.bound_to))
+            self.copies.append(Copy(rank, to, copy.incarnation, not over, not over, copy.bound_to, copy.comm))
 
     def is_over(self, copy: Copy) -> bool:
         return bool(copy.bound_to) and (copy.node, copy.incarnation, copy.bound_to) in self.over
@@ -240,7 +254,7 @@ class JobWorld:
     def decide(self, node: str, record: Record, outcome: Outcome) -> Outcome:
         if record.outcome is None:
             self.event(node, f"record {outcome}")
-            record.outcome = outcome
+            record.outcome, record.was_committed = outcome, outcome is Outcome.COMMIT
         return record.outcome
 
     def open(self, node: str, move: str, role: str, *marks: Mark) -> Record:

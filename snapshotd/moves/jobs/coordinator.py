@@ -284,11 +284,15 @@ class JobSteps(Steps):
         return pb.MayRunReply(ended_by=await in_thread(self.leases.lost, ranks))
 
     async def outcome(self, record: str) -> pb.Outcome:
-        """A resumption lets no copy run while this node may not coordinate the job."""
+        """A resumption lets no copy run while this node may not coordinate the job. A snapshot is settled when it can be
+        used, also if this node is lost right then."""
         move_log = self.moving(record).log
         if move_log.committed and not move_log.ended_unix_s and move_log.record.suspension:
             await self.leases.must_hold(await in_thread(records.uids, move_log))
-        return await in_thread(listing.outcome_of, self.journal, move_log)
+        found = await in_thread(listing.outcome_of, self.journal, move_log)
+        if found.settled and move_log.begin.kind == "snapshot":
+            found.settled = await in_thread(self.leases.is_known, move_log)
+        return found
 
     async def listed(self, *, rollbacks_only: bool = False) -> pb.ListJobsReply:
         kinds = {"rollback"} if rollbacks_only else None

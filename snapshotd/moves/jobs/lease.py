@@ -64,6 +64,7 @@ class Leases:
         self._promised_s: dict[tuple[str, str], float] = {}  # (record, node) -> CLOCK_BOOTTIME of the question
         self._begun_s: dict[str, float] = {}  # record that began since the daemon has started
         self._over: set[str] = set()  # records that need no lease any more
+        self._told: set[tuple[str, str]] = set()  # (record, node) that knows that all nodes have confirmed it
         self._started_s = host.boottime_s()
         self._asking = asyncio.Lock()
         promises.cut_off = self.lost
@@ -115,6 +116,14 @@ class Leases:
                 where=Where.UNKNOWN,
             )
 
+    def is_known(self, snapshot: MoveLog) -> bool:
+        """Whether so many nodes know that all have confirmed this snapshot that any majority could take over. Blocking."""
+        whole = snapshot.whole()
+        if not snapshot.committed or whole.dropped or whole.let_go or whole.handed_to:
+            return True
+        told = {node for record, node in self._told if record == snapshot.move} | set(whole.lost_nodes)
+        return all(len(one) < job_rules.MIN_VOTERS or job_rules.is_majority(one, told) for one in whole.quorums)
+
     async def declare(self, snapshot: MoveLog, lost_nodes: Collection[str]) -> None:
         """An operator has declared nodes dead: they promise nothing to anyone."""
         whole = await in_thread(snapshot.whole)
@@ -130,6 +139,7 @@ class Leases:
             known = {one.move for one, _ in needed}
             before = dict(self._promised_s)
             self._promised_s = {place: at for place, at in before.items() if place[0] in known}
+            self._told = {place for place in self._told if place[0] in known}
             quorums = {one.move: self._quorums(one, needed) for one, _ in needed}
             found = await asyncio.gather(*(self._renew(one, whole, quorums[one.move]) for one, whole in needed))
             if before or self._promised_s:
@@ -188,6 +198,8 @@ class Leases:
             since_s = self._promised_s.get((request.record, node), -job_rules.CUT_OFF_S)
             if asked_s - since_s >= job_rules.CUT_OFF_S or not await refuses(endpoint, ASK_S):
                 return None
+        if reply is not None and reply.holder == self.node.config.node and reply.settled:
+            self._told.add((request.record, node))
         if reply is None or reply.holder == self.node.config.node:
             self._promised_s[request.record, node] = asked_s
         else:

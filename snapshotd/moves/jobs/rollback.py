@@ -149,8 +149,10 @@ class Rollbacks:
         )
 
     async def _must_be_bound(self, snapshot: MoveLog, lost_nodes: Collection[str]) -> None:
-        """Raises Busy while a rank may not know yet that this coordinator may end it: it would go on beside its next copy."""
-        if snapshot.ended_unix_s:
+        """Raises Busy while a rank may not know yet that this coordinator may end it: it would go on beside its next copy.
+        After an earlier snapshot that was confirmed all of them know, and so do copies that were resumed from it."""
+        older = await in_thread(records.replaced_by, self.journal, snapshot)
+        if any(one.ended_unix_s and records.uids(one) >= records.uids(snapshot) for one in (snapshot, *older)):
             return
         await participants.ask_all(self.node, snapshot)  # what they have carried out is journalled
         whole = await in_thread(snapshot.whole)

@@ -251,8 +251,11 @@ class GateSteps(Steps):
 
     async def _ask_coordinator(self, moving: Moving) -> GateFacts:
         """Whether the coordinator of a job, which opens the gates, never will: it has settled its record, or lost it,
-        or is silent for too long. What is down here then stays down."""
+        or is silent for too long. What is down here then stays down. If all processes have ended there is no gate any more:
+        a job that was rolled back because its coordinator is lost must not wait for it."""
         begin = moving.log.begin
+        if not await in_thread(gate_processes.alive, moving.log):
+            return GateFacts(moving.log.last_mark, None, Outcome.ABORT, source_undone=True)
         try:
             async with self.node.client(begin.source_node, begin.source_endpoint) as client:
                 answer = await client.job.GetOutcome(pb.MoveRequest(move=begin.move), timeout_s=5)
