@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from integration.harness import PATIENCE_S, WORK, WORKLOADS, Cluster, Job, until
 from snapshotd.moves.journal import Journal
@@ -155,7 +156,9 @@ class NcclJob:
                 words += ["--stuck-at", str(self.stuck[1]), *(["--stuck"] if rank == self.stuck[0] else [])]
             command = ["env", *environment, *PROGRAM, *words]
             with contextlib.ExitStack() as stack:
-                apart = {"stderr": stack.enter_context(self.errors[rank].open("wb"))} if self.errors else {}
+                apart: dict[str, Any] = (
+                    {"stderr": stack.enter_context(self.errors[rank].open("wb"))} if self.errors else {}
+                )
                 self.ranks.append(self.nodes.start(node, command, rank=rank, job=name, **apart))
 
     def _faults(self, rank: int) -> Path:

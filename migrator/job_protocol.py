@@ -96,7 +96,8 @@ image, and a target that holds a copy, ask the coordinator and wait as long as i
   restart. A driver that dies is replaced by the next `migrator job rollback`.
 
 This file is pure: no I/O, no clock. `snapshotd/moves/job_rules.py` has the daemons' rules. `tests/protocol/test_jobs.py`,
-`test_snapshots.py` and `test_rollbacks.py` walk every event with every participant dying.
+`test_snapshots.py` and `test_rollbacks.py` walk every event with every participant dying, `test_job_gates.py` those of jobs
+that are in communicators.
 """
 
 from __future__ import annotations

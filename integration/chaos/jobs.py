@@ -115,7 +115,8 @@ class ChaosJob(ABC):
         until(f"steps of {self.name}", enough, END_S)
 
     def tails(self) -> str:
-        return "\n".join(f"--- {rank.out.name}\n{rank.text()[-1000:]}" for rank in self.ranks)
+        left = [rank for rank in self.ranks if rank.out.exists()]
+        return "\n".join(f"--- {rank.out.name}\n{rank.text()[-1000:]}" for rank in left)
 
     # ---------------------------------------------------------------- the end
 

@@ -221,8 +221,10 @@ class ProtectedChaos:
         self._until(
             "new steps of all ranks, in one process each",
             # A node that was cut off for almost too long may end its ranks after it has made some steps.
-            lambda: all(ledger.steps > steps + 2 for ledger, steps in zip(ledgers, before, strict=True))
-            and all(len(self.job.places(rank)) == 1 for rank in ranks),
+            lambda: (
+                all(ledger.steps > steps + 2 for ledger, steps in zip(ledgers, before, strict=True))
+                and all(len(self.job.places(rank)) == 1 for rank in ranks)
+            ),
         )
 
     def _await_snapshot(self) -> None:

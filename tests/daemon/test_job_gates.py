@@ -117,6 +117,25 @@ async def test_gates_stay_closed_while_a_node_does_not_answer(
     assert cluster.shims.closed == set()
 
 
+async def test_gates_whose_processes_have_all_ended_do_not_wait_for_a_coordinator_that_is_lost(
+    cluster: Cluster,
+) -> None:
+    """The job was rolled back by another one: its next snapshot closes the gates of other processes."""
+    job, moving = coordinated(cluster)
+    await close(cluster)
+    await job.detach(moving)
+    cluster.answers.outcome = None
+    gates = cluster.nodes["b"].gates
+    for process in (cluster.process[1], cluster.process[2]):
+        async with gates.moving(MOVE).lock:
+            await gates._settle_once(gates.moving(MOVE))
+        assert gates.closed(), "one of them waits behind its gate"
+        end(process)
+    async with gates.moving(MOVE).lock:
+        await gates._settle_once(gates.moving(MOVE))
+    assert not gates.closed()
+
+
 async def test_only_the_coordinator_opens_the_gates_of_a_job(cluster: Cluster) -> None:
     job, moving = coordinated(cluster)
     await close(cluster)

@@ -162,6 +162,23 @@ async def test_coordinator_that_is_cut_off_ends_its_ranks_and_decides_nothing(no
     assert one.coordinates(), "it has asked, and no other node took over"
 
 
+async def test_snapshot_is_settled_when_most_nodes_that_keep_it_know_that_all_have_confirmed_it(nodes: Nodes) -> None:
+    """Then another node may take over, whichever is lost."""
+    one = nodes["node-1"]
+    assert (await one.steps.outcome(FIRST)).settled
+    nodes.cut = {"node-2", "node-3"}
+    one.take(SECOND, "node-2", "node-3")
+    await nodes.after(1)
+    assert not (await one.steps.outcome(SECOND)).settled
+    nodes.cut = {"node-3"}
+    await nodes.after(1)
+    assert (await one.steps.outcome(SECOND)).settled
+    one.start()
+    assert not (await one.steps.outcome(SECOND)).settled, "a restarted daemon asks again"
+    await nodes.after(1)
+    assert (await one.steps.outcome(SECOND)).settled
+
+
 async def test_coordinator_that_has_lost_one_node_of_three_goes_on(nodes: Nodes) -> None:
     nodes.cut = {"node-3"}
     await nodes.after(3 * FENCED_S)

@@ -100,6 +100,13 @@ async def test_snapshot_that_was_just_kept_is_rolled_back_to_at_once(daemon: Pro
     await daemon.roll_back(FIRST)
 
 
+async def test_snapshot_that_is_not_kept_on_all_nodes_is_used_if_one_before_it_was(daemon: Protected) -> None:
+    """Its ranks are bound to the coordinator already."""
+    await daemon.take(FIRST)
+    await daemon.take(SECOND, moves=32, kept=False)
+    await daemon.roll_back(SECOND)
+
+
 async def test_suspended_job_is_not_rolled_back(daemon: Protected) -> None:
     await daemon.take(FIRST)
     await daemon.steps.begin(

@@ -1,6 +1,7 @@
 """The model of the daemons that suspend and resume a job: it serves the calls of `migrator/job_protocol.py`.
 
-`job_world.py` has what they share, `job_coordinating.py`, `job_storing.py` and `job_restoring.py` the daemons' roles.
+`job_world.py` has what they share; `job_coordinating.py`, `job_storing.py`, `job_restoring.py` and `job_gating.py` have the
+roles.
 """
 
 from __future__ import annotations
