@@ -61,6 +61,7 @@ def test_undone_moves_leave_the_memory_and_nothing_else(holding: Cluster, undist
     another undone move the job has memory of its own, once: the driver would not checkpoint it otherwise."""
     training = Training.start(holding, "hold-daemon", LARGE, device_memory="offload")
     training.await_moment()
+    undisturbed.settled()  # it uses the GPU too
     before_mib = _used_mib()
     holding.fault(SOURCE, Point.CHECKPOINTED, "kill")
     with holding.begin_move(training.job, TARGET) as move:

@@ -204,7 +204,7 @@ class HomeEnd:
             SUPPRESS  # what is done with output that is printed again, unless the guest keeper says otherwise
         )
         self.say: Callable[[str], None] = lambda text: None  # tells the launcher's user
-        self._marks = False  # the end of the repeated output is to be marked
+        self._marks = self._is_marked = False  # repeated output is to be marked; the last mark was a beginning
         self._signals: list[tuple[int, int]] = []  # (id, number), not acknowledged
         self._last_signal_id = 0
         self._in_sent = keyboard.base
@@ -329,10 +329,17 @@ class HomeEnd:
             self._send("resync")
             return
         if fresh := data[printed.end - offset :]:
-            self._tails[name].append(printed.take(fresh))
-            if self._marks and not any(one.is_repeating for one in self._printed.values()):
-                self._marks = False
-                self.say(END_MARK)
+            shown = printed.take(fresh)
+            is_repeating = any(one.is_repeating for one in self._printed.values())
+            if self._marks and is_repeating and not self._is_marked:
+                self._mark(BEGIN_MARK)
+            self._tails[name].append(shown)
+            if self._is_marked and not is_repeating:
+                self._mark(END_MARK)
+
+    def _mark(self, text: str) -> None:
+        self._is_marked = text == BEGIN_MARK
+        self.say(text)
 
     def _written(self, name: str, tail: Tail) -> int:
         """Up to where the guest's output has been written to the real stdout, or left out."""
@@ -349,7 +356,7 @@ class HomeEnd:
                     self._acked[name] = 0
             self._marks = how == MARK and any(one.is_behind for one in self._printed.values())
             if self._marks:
-                self.say(BEGIN_MARK)
+                self._mark(BEGIN_MARK)
 
     def _forget_signals(self, last_id: int) -> None:
         self._signals = [(known, number) for known, number in self._signals if known > last_id]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shim.keeper.printed import MOST_BYTES, Printed
+from shim.keeper.printed import AHEAD_BYTES, MOST_BYTES, NEW_LINES, Printed
 
 
 def printed(before: bytes, back_to: int) -> Printed:
@@ -27,6 +27,55 @@ def test_what_was_printed_beyond_the_repeated_output_does_not_swallow_new_output
     made = printed(b"step 1\nstep 2\nTraceback: connection reset\n", 7)
     assert made.take(b"step 2\nstep 3\n") == b"step 3\n"
     assert made.take(b"step 4\n") == b"step 4\n"
+
+
+@pytest.mark.parametrize("piece", [1, 5, 1000])
+def test_lines_of_a_library_that_is_initialised_again_are_printed_and_the_repetition_goes_on(piece: int) -> None:
+    again = b"NCCL version 2\nloss of step 2: 0.5\nloss of step 3: 0.4\nloss of step 4: 0.3\n"
+    made = printed(b"loss of step 1: 0.6\nloss of step 2: 0.5\nloss of step 3: 0.4\n", 20)
+    shown = b"".join(made.take(again[start : start + piece]) for start in range(0, len(again), piece))
+    assert shown == b"NCCL version 2\nloss of step 4: 0.3\n"
+    assert made.end == 20 + len(again)
+
+
+@pytest.mark.parametrize("piece", [1, 5, 1000])
+def test_lines_that_do_not_come_again_are_skipped(piece: int) -> None:
+    again = b"loss of step 2: 0.5\nloss of step 3: 0.4\nloss of step 4: 0.3\n"
+    made = printed(b"loss of step 1: 0.6\nNCCL version 2\nloss of step 2: 0.5\nloss of step 3: 0.4\n", 20)
+    assert b"".join(made.take(again[at : at + piece]) for at in range(0, len(again), piece)) == b"loss of step 4: 0.3\n"
+
+
+def test_short_and_frequent_lines_are_not_taken_for_a_repetition() -> None:
+    made = printed(b"0\nloss 0.51111\n--\na long separator\nloss 0.4\na long separator\n", 2)
+    again = b"loss 0.61111\n--\na long separator\n"
+    assert made.take(again) == again
+
+
+def test_program_that_does_something_else_is_printed_from_then_on() -> None:
+    made = printed(b"0\nloss of step 1\nloss of step 2\n", 2)
+    other = b"".join(b"another line %d\n" % number for number in range(NEW_LINES + 1))
+    assert made.take(other) == other
+    assert made.take(b"loss of step 1\n") == b"loss of step 1\n"
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_output_in_one_long_line_is_left_out(end: bytes) -> None:
+    long = b"x" * (2 * AHEAD_BYTES)
+    made = printed(b"0\n" + long + end, 2)
+    assert made.take(long[:100]) == b""
+    assert made.take(long[100:] + end + b"new") == b"new"
+
+
+def test_line_that_was_begun_when_the_rank_died_is_continued() -> None:
+    made = printed(b"step 1\nstep 2\nstep 3 lo", 7)
+    assert made.take(b"step 2\nstep 3 loss 0.5\n") == b"ss 0.5\n"
+
+
+def test_second_rollback_after_new_lines() -> None:
+    made = printed(b"0\nloss of step 1\nloss of step 2\nloss of step 3\n", 2)
+    assert made.take(b"a new line\nloss of step 1\nloss of st") == b"a new line\n"
+    made.rewind(2)
+    assert made.take(b"a new line\nloss of step 1\nloss of step 2\nloss of step 3\nend\n") == b"end\n"
 
 
 def test_a_line_that_differs_is_printed_whole() -> None:
@@ -83,4 +132,4 @@ def test_output_that_differs_is_not_a_repetition() -> None:
     made.add(b"step 1\nTraceback ...\nKilled\n")
     made.rewind(7, leave_out=False)
     assert made.take(b"step 2\n") == b"step 2\n"
-    assert not made.is_behind
+    assert not made.is_repeating

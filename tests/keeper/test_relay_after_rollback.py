@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,7 +70,9 @@ def test_new_input_and_signals_arrive_after_a_rollback() -> None:
     assert (ends.delivered, ends.fed) == ([15], [b"typed"])
 
 
-def rolled_back(default: str, asked: str = "") -> tuple[bytes, list[str]]:
+def rolled_back(
+    default: str, asked: str = "", again: Sequence[bytes] = (b"2\n", b"3\n", b"4\n")
+) -> tuple[bytes, list[str]]:
     """What a home keeper prints after a rollback to a snapshot that was taken after the first of three lines, and says."""
     ends = Ends(0)
     ends.home.replayed, said = default, list[str]()
@@ -80,7 +83,7 @@ def rolled_back(default: str, asked: str = "") -> tuple[bytes, list[str]]:
     ends.guest.run, ends.guest.replayed = "m-0123456789ab", asked
     ends.guest.sync()
     shown = b""
-    for line in (b"2\n", b"3\n", b"4\n"):
+    for line in again:
         before = len(ends.out)
         ends.stdio.tails["1"].append(line)
         ends.guest.pump()
@@ -94,6 +97,14 @@ def test_repeated_output_is_left_out_marked_or_printed() -> None:
     assert rolled_back(SUPPRESS) == (b"4\n", ["", "", "4\n"])
     assert rolled_back(PASS) == (b"2\n3\n4\n", ["2\n", "3\n", "4\n"])
     assert rolled_back(MARK) == (b"2\n3\n4\n", [BEGIN_MARK, "2\n", END_MARK, "3\n", "4\n"])
+
+
+def test_new_lines_between_repeated_ones_are_printed_and_not_marked() -> None:
+    again = (b"2\n", b"a new line\n", b"3\n", b"4\n")
+    assert rolled_back(SUPPRESS, again=again)[0] == b"a new line\n4\n"
+    shown, said = rolled_back(MARK, again=again)
+    assert shown == b"".join(again)
+    assert said == [BEGIN_MARK, "2\n", END_MARK, "a new line\n", "3\n", "4\n"]
 
 
 def test_rollback_may_say_what_is_done_with_repeated_output() -> None:
