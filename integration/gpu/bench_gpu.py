@@ -18,8 +18,8 @@ from typing import Any
 
 from integration.gpu import by_hand, chart, host_memory
 from integration.gpu.by_hand import Part
-from integration.gpu.gpu_jobs import DEVICE, GIB, OUT, ROOT, TRAIN, hold_device_memory, why_not
-from integration.harness import WORKLOADS, Cluster, cluster, until
+from integration.gpu.gpu_jobs import DEVICE, GIB, GPT, OUT, ROOT, TRAIN, hold_device_memory, why_not
+from integration.harness import Cluster, cluster, until
 
 NODES = ("node-1", "spare-1")
 NAMES = (
@@ -74,7 +74,7 @@ def _program(gib: float, options: argparse.Namespace) -> list[str]:
     if options.gpt:
         folder = ROOT / "integration" / ".work"
         folder.mkdir(exist_ok=True)
-        return [str(WORKLOADS / "gpu_gpt.py"), "--data", str(folder), *endless]
+        return [GPT, "--data", str(folder / "tokens"), *endless]
     return [TRAIN, "--gib", str(gib), "--cached-gib", str(options.cached_gib), "--pace-s", "0.02", *endless]
 
 

@@ -31,7 +31,7 @@ ON_GPU = DEVICE != "cpu"
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path(os.environ.get("SNAPSHOT_GPU_OUT") or ROOT / "out")
 SOURCE, TARGET, OTHER = "node-1", "spare-1", "node-2"
-TRAIN = str(WORKLOADS / "gpu_train.py")
+TRAIN, GPT = str(WORKLOADS / "gpu_train.py"), str(WORKLOADS / "gpu_gpt.py")
 SKIPPED = 77
 GIB = 1 << 30
 #: How device memory is moved where a test does not specify it. The whole suite runs with either value.
@@ -119,17 +119,19 @@ class Undisturbed:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended = False
 
-    def want(self, flags: Sequence[str], environment: Mapping[str, str] | None = None) -> Future[Said]:
-        key = tuple(flags)
+    def want(
+        self, flags: Sequence[str], environment: Mapping[str, str] | None = None, program: str = TRAIN
+    ) -> Future[Said]:
+        key = (program, *flags)
         if key not in self._runs:
             self._runs[key] = self._pool.submit(self._run, len(self._runs), key, dict(environment or {}))
         return self._runs[key]
 
-    def _run(self, number: int, flags: tuple[str, ...], environment: dict[str, str]) -> Said:
+    def _run(self, number: int, command: tuple[str, ...], environment: dict[str, str]) -> Said:
         out = self.folder / f"undisturbed-{os.getpid()}-{number}.out"
         with out.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, TRAIN, "--pace-s", "0", *flags],
+                [sys.executable, command[0], "--pace-s", "0", *command[1:]],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -167,7 +169,7 @@ def said(text: str) -> list[str]:
 
 @dataclass
 class Training:
-    """One gpu_train.py under `migrator run`, which ends when `end` exists."""
+    """One gpu_train.py, or another program, under `migrator run`, which ends when `end` exists."""
 
     cluster: Cluster
     job: Job
@@ -183,9 +185,10 @@ class Training:
         flags: Sequence[str],
         environment: Mapping[str, str] | None = None,
         device_memory: str = DEVICE_MEMORY,
+        program: str = TRAIN,
     ) -> Training:
         end = cluster.folder / f"{name}-{time.monotonic_ns()}.end"
-        command = [sys.executable, TRAIN, "--pace-s", str(PACE_S), "--until", str(end), *flags]
+        command = [sys.executable, program, "--pace-s", str(PACE_S), "--until", str(end), *flags]
         env = {**os.environ, **(environment or {})}
         job = cluster.start(SOURCE, command, job=name, env=env, options=["--device-memory", device_memory])
         return cls(cluster, job, end, tuple(flags))

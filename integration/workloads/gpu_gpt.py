@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import itertools
 import os
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -90,8 +89,11 @@ class Data:
     """Batches out of a mapped file, at random places, through pinned memory."""
 
     def __init__(self, path: str) -> None:
-        noise = np.random.default_rng(1)
-        noise.integers(0, SHAPE.vocabulary, TOKENS, dtype=np.uint16).tofile(path)
+        if not os.path.exists(path):  # the same for everyone, and left behind, as a data set is
+            np.random.default_rng(1).integers(0, SHAPE.vocabulary, TOKENS, dtype=np.uint16).tofile(
+                f"{path}.{os.getpid()}"
+            )
+            os.rename(f"{path}.{os.getpid()}", path)
         self.tokens = np.memmap(path, dtype=np.uint16, mode="r")
         self.places = torch.Generator().manual_seed(2)
 
@@ -115,13 +117,20 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def break_context() -> None:
+    """A kernel that reads out of bounds: the CUDA context is lost, and with it all that the process has on the GPU."""
+    beyond = torch.zeros(1, device=DEVICE)[torch.tensor([1 << 20], device=DEVICE)]
+    say(f"never said: {beyond.item()}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--pace-s", type=float, default=0.0)
     parser.add_argument("--until", default="", help="end at the first digest once this file exists")
     parser.add_argument("--digest-every", type=int, default=50)
-    parser.add_argument("--data", default=None, help="folder for the file of tokens; all nodes must see it")
+    parser.add_argument("--break-file", default="", help="remove this file if it exists, and read beyond a tensor")
+    parser.add_argument("--data", required=True, help="file of tokens, which is made if it does not exist")
     options = parser.parse_args()
 
     torch.use_deterministic_algorithms(True)
@@ -132,27 +141,29 @@ def main() -> None:
     plain = Gpt(SHAPE).to(DEVICE)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=ON_GPU)
     model = torch.compile(plain)
-    with tempfile.NamedTemporaryFile(suffix=".tokens", dir=options.data) as file:
-        data = Data(file.name)
-        for step in itertools.count(1):
-            tokens, targets = data.batch()
-            try:
-                with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=ON_GPU):
-                    loss = model(tokens, targets)
-                loss.backward()
-            except torch._dynamo.exc.BackendCompilerFailed as error:
-                say(f"SKIP torch.compile: {' '.join(str(error).split())[:300]}")
-                raise SystemExit(SKIPPED) from None
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            say(f"step {step} loss {float(loss.item()).hex()}")
-            if step % options.digest_every == 0:
-                state = (one for held in optimizer.state.values() for _, one in sorted(held.items()))
-                say(f"digest {step} weights {digest(plain.parameters())} optimizer {digest(state)}")
-                if step >= options.steps or (options.until and os.path.exists(options.until)):
-                    break
-            time.sleep(options.pace_s)
+    data = Data(options.data)
+    for step in itertools.count(1):
+        tokens, targets = data.batch()
+        try:
+            with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=ON_GPU):
+                loss = model(tokens, targets)
+            loss.backward()
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            say(f"SKIP torch.compile: {' '.join(str(error).split())[:300]}")
+            raise SystemExit(SKIPPED) from None
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        say(f"step {step} loss {float(loss.item()).hex()}")
+        if options.break_file and os.path.exists(options.break_file):
+            os.unlink(options.break_file)
+            break_context()
+        if step % options.digest_every == 0:
+            state = (one for held in optimizer.state.values() for _, one in sorted(held.items()))
+            say(f"digest {step} weights {digest(plain.parameters())} optimizer {digest(state)}")
+            if step >= options.steps or (options.until and os.path.exists(options.until)):
+                break
+        time.sleep(options.pace_s)
     say("DONE")
 
 
