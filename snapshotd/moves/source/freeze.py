@@ -85,7 +85,8 @@ async def freeze(
         device_bytes=memory.total(uses) if processes else 0,
     )
     with span("hold new connections"):
-        if await in_thread(new_connections.hold, move, await in_thread(tree_flows, group.pids())):
+        held = await in_thread(new_connections.hold, move, await in_thread(tree_flows, group.pids()))
+        if held:
             await in_thread(new_connections.drain, group.pids())
     with span("hold keeper"):
         await link.hold(move)
@@ -122,7 +123,7 @@ async def freeze(
             moving.precopied = await in_thread(moving.precopy.finish)
     if other := pending(group.pids()):
         raise Busy(f"move {other} of a rank it talks to is not finished", where=Where.SOURCE_FROZEN)
-    rewires = await _silence(moving, entry, link, places)
+    rewires = await _silence(moving, entry, link, places, held=held)
     await reach(Point.FREEZE)
     count = len(group.pids())
     log.info("froze rank %s: %d processes, %d MiB of device memory", entry.rank, count, device_bytes >> 20)
@@ -190,14 +191,17 @@ async def _in_communicators(moving: Moving, entry: RankEntry) -> list[NcclProces
     return found
 
 
-async def _silence(moving: Moving, entry: RankEntry, link: KeeperLink, places: Places) -> list[pb.Rewire]:
-    """Journals and filters the frozen rank's connections, takes over its unread input and output, and marks it FROZEN."""
+async def _silence(
+    moving: Moving, entry: RankEntry, link: KeeperLink, places: Places, *, held: bool
+) -> list[pb.Rewire]:
+    """Journals and filters the frozen rank's connections, takes over its unread input and output, and marks it FROZEN.
+    `held`: new connections are held already, maybe at a listener that the rank has closed before it was stopped."""
     move, group = moving.log.move, entry.group
     with span("find connections"):
         rewires, flows = await in_thread(connections.frozen, group.pids(), places)
     with span("filter"):
         await in_thread(connections.hold, move, rewires, on_target=False)
-        held = await in_thread(new_connections.hold, move, flows)  # also at new listeners
+        held = await in_thread(new_connections.hold, move, flows) or held  # also at new listeners
     with span("socket options"):
         sockets = await in_thread(socket_options.of, flows)
     with span("drain stdio"):
