@@ -29,6 +29,10 @@ from snapshotd.api.errors import Ambiguous, SnapshotError
 LOOK_S = 1.0
 #: A node that does not answer, or a rank that no node has, counts as lost after this time.
 LOST_S = 10.0
+#: The same while a snapshot is taken, when all nodes are busy. The snapshot would wait for a lost node for longer.
+BUSY_LOST_S = 20.0
+#: How long an undo of such a snapshot may take before the job is rolled back. The coordinator ends it then.
+UNDO_S = 5.0
 AGAIN_S = 10.0
 #: For a snapshot that counts, and that a node has not confirmed: the node may be lost, and until then nothing looks for it.
 CONFIRM_S = 10.0
@@ -47,8 +51,11 @@ class Sight:
     first_home: str = ""  # the home node of rank 0
     first_silent_s: float | None = None  # since when that does not answer
 
-    def trouble(self, ranks: Sequence[Found], silent: Mapping[str, object], now_s: float) -> str:
-        """What is wrong with the job; empty: nothing, as far as can be seen. `ranks`: all that nodes know of the job."""
+    def trouble(
+        self, ranks: Sequence[Found], silent: Mapping[str, object], now_s: float, lost_s: float = LOST_S
+    ) -> str:
+        """What is wrong with the job; empty: nothing, as far as can be seen. `ranks`: all that nodes know of the job.
+        `lost_s`: after what time a rank that is missing counts as lost."""
         here = {one.rank.uid: one for one in ranks if one.rank.place == pb.Rank.HERE}
         for uid, one in here.items():
             self.nodes[uid], self.ranks[uid] = one.node, one.rank
@@ -60,7 +67,7 @@ class Sight:
             self.well_s = now_s
         for uid, node in missing.items():
             known = node in silent or any(one.rank.uid == uid for one in ranks)
-            if known and now_s - self.since_s[uid] >= LOST_S:
+            if known and now_s - self.since_s[uid] >= lost_s:
                 return f"{node} lost (does not answer)" if node in silent else f"rank {uid} is not on {node} any more"
         return ""
 
@@ -115,14 +122,14 @@ class Protection:
         self.boots: dict[str, str] = {}  # node -> its boot id when all ranks were there for the last time
         self.recalled = False  # whether the records of the job were read
         self.trouble = self.refusal = ""  # what was said last about a rollback that is tried again
+        self._undoing: set[asyncio.Task[float | None]] = set()  # snapshots that were given up
 
     async def run(self) -> int:
         """Runs until the job has ended, or has failed too often. Returns the exit code."""
         next_s = time.monotonic() + self.first_s
         self.boots = await self._boots()
         while True:
-            found, silent = await all_ranks(self.cluster)
-            mine = [one for one in found if self._is_mine(one)]
+            mine, silent = await self._look()
             now_s = time.monotonic()
             waits = await self._recall(mine) if not self.recalled else ""
             if self.sight.has_ended(mine, silent):
@@ -140,10 +147,15 @@ class Protection:
                     self.say(f"{trouble}, after {self.tries.count} rollbacks: it is passed on")
                     return 1
                 await self._roll_back(trouble)
-            elif now_s >= next_s and mine:
-                pause_s = await self._take()
+            elif now_s >= next_s and mine and not self.sight.since_s:
+                pause_s = await self._take_unless_lost()
                 next_s = time.monotonic() + (AGAIN_S if pause_s is None else self._until_next(mine, pause_s))
             await asyncio.sleep(LOOK_S)
+
+    async def _look(self) -> tuple[list[Found], Mapping[str, object]]:
+        """What nodes know of the job, and the nodes that do not answer."""
+        found, silent = await all_ranks(self.cluster)
+        return [one for one in found if self._is_mine(one)], silent
 
     async def _recall(self, ranks: Sequence[Found]) -> str:
         """Learns from the job's records what an earlier protection left. Returns the trouble that the job is in."""
@@ -184,6 +196,20 @@ class Protection:
             self.say(str(found))
             self.said_s = found.every_s
         return found.every_s
+
+    async def _take_unless_lost(self) -> float | None:
+        """Takes a snapshot, and gives it up as soon as the job must be rolled back; how long it paused the job."""
+        taking = asyncio.create_task(self._take())
+        while not taking.done():
+            await asyncio.wait([taking], timeout=LOOK_S)
+            mine, silent = await self._look()
+            if not taking.done() and self.sight.trouble(mine, silent, time.monotonic(), BUSY_LOST_S):
+                taking.cancel()
+                self._undoing.add(taking)
+                taking.add_done_callback(self._undoing.discard)
+                await asyncio.wait([taking], timeout=UNDO_S)
+                return None
+        return await taking
 
     async def _take(self) -> float | None:
         """Takes a snapshot; how long it paused the job, None if there is none."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
 from migrator.find_rank import Found
+from migrator.jobs import protect
 from migrator.jobs.finding import JobEntry
 from migrator.jobs.homes import check_after_loss, was_rebooted
 from migrator.jobs.interval import best
@@ -178,6 +183,66 @@ def test_reason_why_there_is_no_snapshot_is_said_once() -> None:
     for why in ("off", "off", "full", "off"):
         protection._no_snapshot(why)
     assert said == [f"no snapshot was taken: {why}" for why in ("off", "full", "off")]
+
+
+class Scene(Protection):
+    """A job of two ranks, of which a snapshot is taken that waits, and whose undo waits too."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        nothing: Any = None
+        super().__init__(nothing, nothing, 60.0, 3, lambda text: None)
+        self.taken, self.undone = asyncio.Event(), asyncio.Event()
+        self.ranks, self.silent, self.looks = [rank(0, "a"), rank(1, "b")], dict[str, object](), 0
+        monkeypatch.setattr(protect, "LOOK_S", 0.001)
+        monkeypatch.setattr(protect, "UNDO_S", 0.001)
+        monkeypatch.setattr(protect, "BUSY_LOST_S", 1e9)
+
+    async def _look(self) -> tuple[list[Found], Mapping[str, object]]:
+        self.looks += 1
+        return self.ranks, self.silent
+
+    async def _take(self) -> float | None:
+        try:
+            await self.taken.wait()
+        except asyncio.CancelledError:
+            await self.undone.wait()
+            return None
+        return 1.5
+
+    async def seen(self, times: int) -> None:
+        """Waits until it has looked so many times more."""
+        until = self.looks + times
+        while self.looks < until:  # noqa: ASYNC110 - what is tested looks by itself
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("loss", ["a rank fails", "a node is silent"])
+async def test_snapshot_is_given_up_when_the_job_must_be_rolled_back(
+    monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """Its undo may wait for the lost node: that does not keep the job from being rolled back."""
+    scene = Scene(monkeypatch)
+    taking = asyncio.create_task(scene._take_unless_lost())
+    await scene.seen(2)
+    if loss == "a rank fails":
+        scene.ranks = [rank(0, "a"), rank(1, "b", failed=9)]
+    else:
+        scene.ranks, scene.silent = [rank(0, "a")], {"b": "silent"}
+        await scene.seen(3)
+        assert not taking.done(), "not yet: all nodes are busy with the snapshot"
+        monkeypatch.setattr(protect, "BUSY_LOST_S", 0.0)
+    assert await taking is None
+    (left,) = scene._undoing
+    scene.undone.set()
+    assert await left is None
+
+
+async def test_snapshot_of_a_job_that_is_well_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    taking = asyncio.create_task(scene._take_unless_lost())
+    await scene.seen(3)
+    scene.taken.set()
+    assert await taking == 1.5
 
 
 def test_time_for_which_the_job_was_down_begins_when_it_was_last_seen_well() -> None:
