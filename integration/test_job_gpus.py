@@ -3,31 +3,20 @@ the CUDA driver is fake. Every step that a job prints is that of an undisturbed 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from typing import Any
 
 import pytest
 
 from integration.gpu_nodes import GpuCluster
-from integration.harness import Cluster, until
-from integration.offloads import LARGE, LARGE_MIB, MIB, part
+from integration.harness import until
+from integration.job_device_memory import CONTEXT_MIB, ask, sizes, snapshot_and_rollback, start
+from integration.offloads import LARGE, LARGE_MIB, MIB, UNDONE, part
 from snapshotd.runtime.faults import Point
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 ONE, TWO, SPARE = "node-1", "node-2", "spare-1"
-UNDONE = 11
-#: What the fake driver's own memory takes for each process, and a little more for small allocations.
-CONTEXT_MIB = 64 + 2
-
-
-def _job(nodes: Cluster, *arguments: str, expect: int = 0) -> dict[str, Any]:
-    done = nodes.migrator("job", *arguments, "--json")
-    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{nodes.logs()}"
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
 
 
 @pytest.mark.timeout(900)
@@ -38,33 +27,33 @@ def test_gpu_job_is_suspended_resumed_snapshotted_and_rolled_back(lab: GpuCluste
     job.await_lines(10)
 
     lab.nodes[ONE].fault("checkpoint", "fail:CUDA_ERROR_UNKNOWN")
-    answer = _job(nodes, "suspend", job.name, expect=UNDONE)
+    answer = ask(nodes, "suspend", job.name, expect=UNDONE)
     assert "running, as before" in answer["state"], answer
     job.await_progress(3)
 
-    _job(nodes, "suspend", job.name)
+    ask(nodes, "suspend", job.name)
     until("the GPU to be empty", lambda: lab.used_bytes(ONE) == 0)
     assert nodes.processes_of(f"{job.name}.end") == []
-    _job(nodes, "resume", job.name, "--on", f"0={SPARE}")
+    ask(nodes, "resume", job.name, "--on", f"0={SPARE}")
     job.await_progress(3)
     until("the job on the GPU of the spare", lambda: lab.used_bytes(SPARE) > 16 << 20)
 
     nodes.fault(SPARE, Point.CHECKPOINTED, "fail")
-    answer = _job(nodes, "snapshot", job.name, expect=UNDONE)
+    answer = ask(nodes, "snapshot", job.name, expect=UNDONE)
     assert "running, as before" in answer["state"], answer
     job.await_progress(3)
-    _job(nodes, "snapshot", job.name)
+    ask(nodes, "snapshot", job.name)
     assert lab.used_bytes(SPARE) > 16 << 20, "the rank goes on where it is"
     job.await_progress(3)
     (rank,) = nodes.processes_of(f"{job.name}.end")
     os.kill(rank, signal.SIGKILL)
-    _job(nodes, "rollback", job.name)
+    ask(nodes, "rollback", job.name)
     job.await_progress(3)
     assert job.process.poll() is None, "the launcher notices nothing"
     assert lab.used_bytes(SPARE) > 16 << 20
 
     nodes.lab.crash(SPARE)
-    answer = _job(nodes, "rollback", job.name, "--lost", SPARE)
+    answer = ask(nodes, "rollback", job.name, "--lost", SPARE)
     assert [rank["node"] for rank in answer["ranks"]] != [SPARE]
     job.await_progress(3)
     nodes.lab.boot(SPARE)
@@ -80,20 +69,32 @@ def test_device_memory_of_a_suspended_job_is_stored_in_stripes(lab: GpuCluster) 
 
     for point in (Point.OFFLOADED, Point.STREAM):
         nodes.fault(ONE, point, "fail")
-        answer = _job(nodes, "suspend", job.name, expect=UNDONE)
+        answer = ask(nodes, "suspend", job.name, expect=UNDONE)
         assert "running, as before" in answer["state"], answer
         job.await_progress(3)
 
-    suspended = _job(nodes, "suspend", job.name)
+    suspended = ask(nodes, "suspend", job.name)
     assert part(suspended, "offload")["bytes"] >= LARGE_MIB * MIB
     assert part(suspended, "checkpoint")["bytes"] <= CONTEXT_MIB * MIB
     assert suspended["warnings"] == []
     until("the GPU to be empty", lambda: lab.used_bytes(ONE) == 0)
 
     nodes.fault(SPARE, Point.REFILLED, "fail")
-    answer = _job(nodes, "resume", job.name, "--on", f"0={SPARE}", expect=UNDONE)
+    answer = ask(nodes, "resume", job.name, "--on", f"0={SPARE}", expect=UNDONE)
     assert "its images are whole" in answer["state"], answer
-    resumed = _job(nodes, "resume", job.name, "--on", f"0={SPARE}")
+    resumed = ask(nodes, "resume", job.name, "--on", f"0={SPARE}")
     assert part(resumed, "refill")["bytes"] == part(suspended, "offload")["bytes"]
     job.await_progress(3)
+    lab.ends_well(job)
+
+
+@pytest.mark.timeout(900)
+def test_files_take_the_memory_where_it_cannot_be_handed_over(lab: GpuCluster) -> None:
+    """`hold_device_memory` is off: the shim copies it while the rank waits, past the driver's checkpoint."""
+    job = start(lab)
+    of = sizes(ask(lab.cluster, "snapshot", job.name))
+    assert LARGE_MIB * MIB <= of["offload"] == of["save"]
+    assert of["checkpoint"] <= CONTEXT_MIB * MIB
+    assert "give-back" not in of
+    snapshot_and_rollback(lab, job)
     lab.ends_well(job)

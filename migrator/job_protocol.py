@@ -20,12 +20,13 @@ they are moves like any other, with the same marks (`migrator/protocol.py`), and
 
 **Snapshots.** A snapshot is a suspension after which the ranks go on. Each goes on as soon as its own image is complete,
 whatever the outcome will be: until the others' images are complete too, their filters drop what it sends, so the cut stays
-consistent. Then the image is sent to the rank's *buddy*, another node, which keeps a copy of it. Both lie in memory. COMMIT,
-which needs all images and all copies, says that the snapshot counts. A rank that is kept in a snapshot is *bound* to its
-coordinator, which alone may end it, suspend it or take the next snapshot of it; until then it does not move. When all are
-bound, the snapshot before is dropped, and not earlier. When most nodes that keep the images know that, the driver reports the
-snapshot: from then on the job can be rolled back to it whichever node is lost. The last one is dropped when no node knows a
-rank of the job any more.
+consistent. Device memory may get into the image after that, from a copy as it was at the cut; a store without it is not
+ready, and Source.Send waits for it. Then the image is sent to the rank's *buddy*, another node, which keeps a copy of it.
+Both lie in memory. COMMIT, which needs all images and all copies, says that the snapshot counts. A rank that is kept in a
+snapshot is *bound* to its coordinator, which alone may end it, suspend it or take the next snapshot of it; until then it
+does not move. When all are bound, the snapshot before is dropped, and not earlier. When most nodes that keep the images know
+that, the driver reports the snapshot: from then on the job can be rolled back to it whichever node is lost. The last one is
+dropped when no node knows a rank of the job any more.
 
 **Rollback.** Job.Rollback makes the coordinator of the last snapshot record that the incarnation that runs is over. The
 record has its outcome from the beginning, and that is the decision: from then on no process of that incarnation may run

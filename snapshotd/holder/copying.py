@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _COPIER = "snapshotd.holder.copier"
 #: A fresh attach to the driver takes seconds.
 READY_S = 60.0
+_NO_WINDOW = 1 << 62
 #: How often what was sent is passed on.
 _RELAY_S = 0.005
 #: How many processes that copy may be lost.
@@ -40,10 +41,20 @@ class Copying:
     """The memory of one process on its way into its stripes. Used on the loop that started it."""
 
     def __init__(
-        self, gpu: str, folder: Path, names: Sequence[str], slot_bytes: int, holder: Path, library_dir: str
+        self,
+        gpu: str,
+        folder: Path,
+        names: Sequence[str],
+        slot_bytes: int,
+        holder: Path,
+        library_dir: str,
+        *,
+        whole: bool = False,
     ) -> None:
+        """`whole`: the files get all of it, not a window."""
         self._gpu, self._folder, self._names = gpu, folder, list(names)
         self._slot_bytes, self._holder, self._library_dir = slot_bytes, holder, library_dir
+        self._ahead_bytes = _NO_WINDOW if whole else window.COPIED_AHEAD_BYTES
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
         self._done = [0] * len(self._names)
@@ -58,7 +69,7 @@ class Copying:
             "files": [str(self._folder / name) for name in self._names],
             "slot_bytes": self._slot_bytes,
             "holder": str(self._holder),
-            "ahead_bytes": window.COPIED_AHEAD_BYTES,
+            "ahead_bytes": self._ahead_bytes,
             "from": self._done,
         }
         self._child = await Child.start(_COPIER, settings, library_dir=self._library_dir)

@@ -11,7 +11,6 @@ from typing import Any
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.moves.closed_files import Ahead, Scope
 from snapshotd.moves.device.offload import Offload
-from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.precopied import Precopied, Precopy
 from snapshotd.proc import host
@@ -37,7 +36,6 @@ class Moving:
     )
     precopy: Precopy | None = None  # source: memory that was sent while the rank runs; None: nothing was begun yet
     precopied: Precopied | None = None  # source: what of it counts, since the freeze
-    parts: Parts = field(default_factory=Parts)  # source of a snapshot: what happened between the dump and going on
     undoing: bool = False  # source: Abort was asked for, and waits for a step
     scope: Scope | None = None  # source: which closed files are the rank's, as preflight saw it
     prepared: bool = False  # source: the offload was prepared, as far as possible

@@ -16,6 +16,7 @@ from snapshotd.moves.carry import Carry
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.record import Begin
 from snapshotd.moves.reserve import Reserve
+from snapshotd.moves.saved import Saved
 from snapshotd.proc.room import Room
 from snapshotd.transport.image.store import ImageStore
 
@@ -39,6 +40,12 @@ class Node:
     #: Held during a dump in which criu makes links: it uses the same numbers in every dump, so two dumps would collide.
     linking: asyncio.Lock = field(default_factory=asyncio.Lock)
     caches_left: dict[str, int] = field(default_factory=dict)  # by move: bytes that torch's cache returned
+    gpu_copies: dict[str, tuple[str, int]] = field(
+        default_factory=dict
+    )  # by move: GPU and bytes of a snapshot's copy there
+    saving: dict[str, asyncio.Task[Saved]] = field(
+        default_factory=dict
+    )  # by move: its device memory goes into the image
 
     def client(self, name: str, endpoint: str) -> DaemonClient:
         """A client of another daemon, with this node's own certificate. Use it as a context manager."""

@@ -84,6 +84,11 @@ class Point(StrEnum):
     SEND = "send"  # the image of a suspended rank is on its target
     BEFORE_CONTINUE = "before-continue"  # a rank whose image of a snapshot is complete
     CONTINUE = "continue"
+    TAKEN_BACK = (
+        "memory-taken-back"  # a rank that is snapshotted has its device memory, and still shares it with the copy
+    )
+    SAVING = "memory-saving"  # it goes on, and its device memory is not in the image yet
+    SAVED = "memory-saved"
     BEFORE_ROLLBACK = "before-rollback"  # the coordinator of a rollback
     ROLLBACK = "rollback"
     ROLLED_BACK = "rolled-back"  # no process of the former incarnation runs any more

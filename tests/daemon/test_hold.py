@@ -26,7 +26,7 @@ class Held:
     made: list[Held]
     fails: set[int]
 
-    def __init__(self, node: Any, move: str, process: Process, *arguments: Any) -> None:
+    def __init__(self, node: Any, move: str, process: Process, *arguments: Any, whole: bool) -> None:
         self.process, self.key = process, hold.key_of(move, process)
         self.said: list[str] = []
         self.made.append(self)

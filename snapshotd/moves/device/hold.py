@@ -37,15 +37,27 @@ class Hold:
     """One process whose memory the holder takes over."""
 
     def __init__(
-        self, node: Node, move: str, process: Process, gpu: str, folder: Path, names: Sequence[str], slot_bytes: int
+        self,
+        node: Node,
+        move: str,
+        process: Process,
+        gpu: str,
+        folder: Path,
+        names: Sequence[str],
+        slot_bytes: int,
+        *,
+        whole: bool = False,
     ) -> None:
+        """`whole`: the files get all of it, not a window."""
         self._holder, self._names, self._slot_bytes = node.holder, list(names), slot_bytes
         self._move, self.key = move, key_of(move, process)
         found = holding.find(process)
         if found is None:
             raise RankGone(f"the shim is not active in process {process.pid}", where=Where.SOURCE_RUNNING)
         self._holding = found
-        self._copying = Copying(gpu, folder, names, slot_bytes, node.holder.path, node.config.gpu_library_dir)
+        self._copying = Copying(
+            gpu, folder, names, slot_bytes, node.holder.path, node.config.gpu_library_dir, whole=whole
+        )
         self._blocks: list[HeldBlock] = []
 
     async def prepare(self) -> None:
@@ -80,6 +92,10 @@ class Hold:
         """Copies and sends from now on. The task ends when all is copied."""
         return self._copying.begin(self.key, self.sizes, lambda: channel.outgoing, channel.advance)
 
+    def begin_whole(self) -> asyncio.Task[None]:
+        """Copies all of it into the files. The task ends when that is done."""
+        return self._copying.begin(self.key, self.sizes, lambda: None, lambda names, done: None)
+
     async def close(self) -> None:
         """Stops copying; the holder still keeps the memory. Idempotent."""
         await self._copying.close()
@@ -91,9 +107,11 @@ def take_back(holder: Holder, move: str, one: StripedProcess, timeout_s: float) 
     return give(holder, key_of(move, one.process), one.process, len(one.stripes), one.slot_bytes, timeout_s)
 
 
-def give(holder: Holder, key: str, process: Process, stripes: int, slot_bytes: int, timeout_s: float) -> int:
+def give(
+    holder: Holder, key: str, process: Process, stripes: int, slot_bytes: int, timeout_s: float, *, keep: bool = False
+) -> int:
     """Gives a process whose memory is offloaded what is kept under the key; the bytes. The numbers are those with which it
-    was offloaded. Blocking. Raises as `take_back`."""
+    was offloaded. Blocking. Raises as `take_back`. `keep`: it is still kept, and shared, until the process owns a copy."""
     kept_bytes = holder.kept().get(key)
     if kept_bytes is None:
         raise Lost(f"the device memory of process {process.pid} is gone: the process that kept it has ended")
@@ -108,8 +126,15 @@ def give(holder: Holder, key: str, process: Process, stripes: int, slot_bytes: i
             " handed over"
         )
     size = found.take_back(timeout_s, holder.held(key), holder.count(key))
-    holder.drop([key])  # the process has it; a second copy of a block has room only without this
+    if not keep:
+        holder.drop([key])  # the process has it; a second copy of a block has room only without this
     return size
+
+
+def imports(process: Process) -> bool:
+    """Whether it has memory that was given to it, and is not its own. Blocking."""
+    found = holding.find(process)
+    return found is not None and found.has_imported()
 
 
 def own(process: Process, stripes: int, slot_bytes: int, timeout_s: float) -> None:

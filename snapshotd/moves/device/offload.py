@@ -23,17 +23,18 @@ from snapshotd.holder import window
 from snapshotd.inprocess.devmem import Caught, TooSmall
 from snapshotd.moves.device import checkpoint_room, standstill, stripe_files
 from snapshotd.moves.device.hold import Hold
+from snapshotd.moves.device.into_image import IntoImage
 from snapshotd.moves.device.memory import copy_s
 from snapshotd.moves.device.parts import Parts, each
 from snapshotd.moves.device.source_channel import SourceChannel, reason
 from snapshotd.moves.device.standstill import LOCK_S
+from snapshotd.moves.device.stripe_room import StripeRoom
 from snapshotd.moves.device.striped import Striped, candidates
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.record_parts import OffloadedMemory, StripedProcess
 from snapshotd.moves.rules import Mark
 from snapshotd.proc import host
-from snapshotd.proc.room import FLOOR_BYTES, RESERVE_BYTES, mib
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import all_at_once, in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -61,8 +62,10 @@ class Offload:
         self.channel = SourceChannel(node, move_log, self.names, self._warn)
         #: If the processes cannot be asked, the bytes that preflight saw.
         self._wanted_bytes = sum(one.expected_bytes for one in striped) or preflight_bytes
-        self._unallocated_bytes = 0  # of the stripe files
         self._target_is_full = ""  # why it has no room for the whole device memory
+        self._room = StripeRoom(node, move_log.move, len(self.names))
+        #: Of a snapshot: it stays here, and the rank goes on.
+        self.into_image = IntoImage(node, move_log, self._room) if move_log.begin.kind == "snapshot" else None
         self._copies: list[asyncio.Task[None]] = []
         self._announcing: asyncio.Task[None] | None = None
 
@@ -81,17 +84,18 @@ class Offload:
             await self.give_up(error)
 
     async def _prepare(self) -> None:
-        holds = self.node.config.hold_device_memory and len(self._gpus) == 1 and not self.log.begin.coordinator
+        suspends = self.log.begin.coordinator and self.into_image is None  # into files: nothing stays on the GPU
+        holds = self.node.config.hold_device_memory and len(self._gpus) == 1 and not suspends
         if holds and await self._prepare_to_hold():
             return
         await self._journal()
-        await in_thread(stripe_files.make_folder, self.node.config.image_dir, self.log.move)
+        await in_thread(self._room.make_folder)
         try:  # first: the target may have reserved memory for a window only, and for an image without device memory
             await self.channel.open(self.expected_bytes)
         except Full as full:
             self._target_is_full = full.message
             raise
-        await self._make_files()
+        await self._room.make_files(self._files)
         await all_at_once(self._ready, self.striped)
 
     async def _journal(self) -> None:
@@ -106,18 +110,20 @@ class Offload:
     async def _prepare_to_hold(self) -> bool:
         """Prepares the memory to stay on its GPU until it is sent. False, with a warning, if it has to go through files."""
         try:
-            await in_thread(
-                self._reserve, sum(window.source_bytes(len(one.names), one.slot_bytes) for one in self.striped)
-            )
-            await in_thread(stripe_files.make_folder, self.node.config.image_dir, self.log.move)
-            self.channel.hold(self.striped[0].slot_bytes, self._gpus[0])
-            await self.channel.open(self.expected_bytes)
-            if not self.channel.works:
-                raise Unreachable("there is no device-memory channel")
+            await in_thread(self._room.make_folder)
+            if self.into_image is not None:
+                await self._room.make_files(self._files)
+            else:
+                windows = [window.source_bytes(len(one.names), one.slot_bytes) for one in self.striped]
+                await in_thread(self._room.reserve, sum(windows))
+                self.channel.hold(self.striped[0].slot_bytes, self._gpus[0])
+                await self.channel.open(self.expected_bytes)
+                if not self.channel.works:
+                    raise Unreachable("there is no device-memory channel")
             for one in self.striped:
-                one.hold = await in_thread(
-                    Hold, self.node, self.log.move, one.process, self._gpus[0], self.folder, one.names, one.slot_bytes
-                )
+                place = self._gpus[0], self.folder, one.names, one.slot_bytes
+                whole = self.into_image is not None
+                one.hold = await in_thread(Hold, self.node, self.log.move, one.process, *place, whole=whole)
             await self._journal()
             preparing = (one.hold.prepare() for one in self.striped if one.hold is not None)
             for failed in await asyncio.gather(
@@ -125,6 +131,8 @@ class Offload:
             ):  # none goes on behind the others' back
                 if isinstance(failed, BaseException):
                     raise failed
+            if self.into_image is not None:  # the processes that copy take some memory there
+                await self.into_image.choose_place(self._gpus[0], self.expected_bytes)
         except (SnapshotError, OSError) as error:
             self._warn(f"device memory goes through files on this node: {reason(error)}")
             for one in self.striped:
@@ -134,56 +142,24 @@ class Offload:
                 one.hold = None
             await self.channel.close()
             self.channel.hold(0, "")
-            await in_thread(self.node.room.give_up, self._purpose)
-            self._unallocated_bytes = 0
+            await in_thread(self._room.give_up)
             return False
         return True
-
-    async def _make_files(self) -> None:
-        wanted = [(self.folder / name, one.stripe_bytes) for one in self.striped for name in one.names]
-        await in_thread(self._reserve, sum(size for _, size in wanted))
-        await all_at_once(lambda file: stripe_files.allocate(*file, self._look), wanted)
-
-    @property
-    def _purpose(self) -> str:
-        return f"stripes of {self.log.move}"
-
-    def _reserve(self, size_bytes: int) -> None:
-        """Reserves memory for files. Blocking. Raises Full."""
-        self.node.store.dropped()  # before the turn: all moves of the machine wait for it
-        with self.node.room.turn():
-            room = self.node.store.room_bytes()
-            if room < size_bytes + RESERVE_BYTES:
-                raise Full(
-                    f"{mib(size_bytes)} and a reserve of {mib(RESERVE_BYTES)} are needed to offload it here, {mib(room)} are"
-                    f" free: {self.node.room.free()}"
-                )
-            self._unallocated_bytes += size_bytes
-            self.node.room.count(self._purpose, lambda: self._unallocated_bytes)
-
-    def _look(self, step_bytes: int) -> None:
-        """Before more of a file is allocated. Blocking. Raises Full if something else has taken the memory meanwhile."""
-        limited_by, left = self.node.room.left()
-        at_once_bytes = min(
-            self._unallocated_bytes, step_bytes * len(self.names)
-        )  # the other files take a step as well
-        if left < at_once_bytes + FLOOR_BYTES:
-            raise Full(
-                f"{limited_by} has only {mib(left)} of memory left, and {mib(self._unallocated_bytes)} more are needed to"
-                " offload it here"
-            )
-        self._unallocated_bytes = max(0, self._unallocated_bytes - step_bytes)
 
     async def reopen_channel(self) -> None:
         """Replaces a channel that broke while the job was advancing to its cut; nothing was sent yet. Raises Unreachable if
         there is none any more, and held memory, which cannot follow the image, needs one."""
         await self.channel.reopen(self.expected_bytes)
-        if self.holds and not self.channel.works:
+        if self.holds and self.into_image is None and not self.channel.works:
             raise Unreachable(
                 f"the device-memory channel broke before the rank was frozen: {'; '.join(self.warnings)}",
                 remedy="the rank keeps running; a plain retry is safe",
                 where=Where.SOURCE_RUNNING,
             )
+
+    @property
+    def _files(self) -> list[tuple[str, int]]:
+        return [(name, one.stripe_bytes) for one in self.striped for name in one.names]
 
     def _ready(self, one: Striped) -> None:
         with stripe_files.opened(self.folder, one.names, os.O_RDWR) as fds:
@@ -241,6 +217,8 @@ class Offload:
         size = sum(one.bytes for one in self.striped)
         await in_thread(self.log.mark, Mark.FREEZING, offloaded=offloaded, offloaded_bytes=size)
         self._announcing = asyncio.create_task(self._announce_sizes(), name=f"announce stripes of {self.log.move}")
+        if self.into_image is not None:
+            self.into_image.begin(self.striped)
         await reach(Point.OFFLOADED)
         await in_thread(self.must_fit, held[0].pid, Where.SOURCE_FROZEN)
         await parts.time("relock", each(unlocked, lambda one: gpus.lock(one, LOCK_S)))
@@ -281,12 +259,12 @@ class Offload:
                 await self._failed(one, result)
             else:
                 one.sizes = one.hold.sizes if one.hold is not None else list(await in_thread(one.memory.done))
-                if one.hold is not None:
+                if one.hold is not None and self.into_image is None:
                     self._copies.append(one.hold.begin(self.channel))
                     if self.channel.fills:
                         telling = self.channel.allocate(one.inner_pid, one.hold.blocks)
                         self._copies.append(asyncio.create_task(telling, name=f"describe memory of {self.log.move}"))
-                else:
+                elif one.hold is None:
                     self.channel.advance(one.names, one.sizes)
         parts.add("offload", host.boottime_s() - began, sum(one.bytes for one in wanted))
         return caught
@@ -298,12 +276,10 @@ class Offload:
         try:
             return one.memory.offload(limit_s)
         except TooSmall as small:
-            more_bytes = len(one.names) * max(0, small.largest_bytes - one.stripe_bytes)
+            before_bytes = one.stripe_bytes
             self._wanted_bytes += max(0, small.total_bytes - one.expected_bytes)
             one.expected_bytes = max(one.expected_bytes, small.total_bytes)
-            self._reserve(more_bytes)
-            for name in one.names:
-                stripe_files.enlarge(self.folder / name, small.largest_bytes, self._look)
+            self._room.enlarge(one.names, before_bytes, small.largest_bytes)
             return one.memory.offload(limit_s)
 
     async def _failed(self, one: Striped, error: BaseException) -> None:
@@ -372,16 +348,18 @@ class Offload:
         await asyncio.gather(*(one.hold.close() for one in striped if one.hold is not None))
         await asyncio.gather(*(all_at_once(Striped.drop, [one]) for one in striped))
         await in_thread(stripe_files.sweep, self.node.config.image_dir, self.log.move)
-        await in_thread(self.node.room.give_up, self._purpose)
+        await in_thread(self._room.give_up)
 
     async def close(self) -> None:
         """Stops sending; the files stay. Idempotent."""
         if self._announcing is not None:
             self._announcing.cancel()
             await asyncio.gather(self._announcing, return_exceptions=True)
+        if self.into_image is not None:
+            await self.into_image.close()
         await asyncio.gather(*(one.hold.close() for one in self.striped if one.hold is not None))
         await self.channel.close()
-        await in_thread(self.node.room.give_up, self._purpose)
+        await in_thread(self._room.give_up)
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)

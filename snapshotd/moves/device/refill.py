@@ -63,7 +63,9 @@ async def on_source(image_dir: Path, move_log: MoveLog, holder: Holder) -> None:
         memory.cancel()  # a command from before a restart of this daemon
         if not memory.offloaded():
             _drop(memory)
-            if one.held:
+            if one.held and hold.imports(process):
+                # Not its own, because a daemon was killed in between. What is still kept of it needs the room.
+                holder.drop([hold.key_of(move_log.move, process)])
                 hold.own(process, len(one.stripes), one.slot_bytes, limit_s)
             return
         if one.held:

@@ -8,16 +8,18 @@ snapshot, or has ended), or an operator gives it up. Sending one changes nothing
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Damaged, Denied, NotFound, Usage, Where, WrongState
+from snapshotd.api.errors import Damaged, Denied, GpuFailed, NotFound, Usage, Where, WrongState
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.moves import description
 from snapshotd.moves.description import ImageDescription
+from snapshotd.moves.device import stripe_files
 from snapshotd.moves.jobs import stored
 from snapshotd.moves.jobs.home_keepers import HomeKeepers
 from snapshotd.moves.journal import MoveLog, check_move_id
@@ -103,6 +105,7 @@ class StoredImages:
     async def send(self, request: pb.SendRequest) -> AsyncIterator[pb.Progress]:
         """Sends an image to the target of a resumption; yields progress. The image stays."""
         check_move_id(request.move)
+        parts = await self._saved(request.image)
         move_log = self._image(request.image)
         if len(request.nonce) < 16 or not request.target_node or not request.target_endpoint:
             raise Usage("an image is sent with the target's nonce, to a node and its endpoint")
@@ -118,7 +121,21 @@ class StoredImages:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await reach(Point.SEND)
-        yield sending.progress(done=True)
+        last = sending.progress(done=True)
+        last.parts.extend(parts)
+        yield last
+
+    async def _saved(self, image: str) -> list[pb.Part]:
+        """Waits until the device memory of a snapshot is in its image. Raises GpuFailed if it never will be."""
+        if (saving := self.node.saving.get(image)) is None:
+            return []
+        saved = await asyncio.shield(saving)
+        self.node.saving.pop(image, None)
+        if saved.failure:
+            raise GpuFailed(
+                f"the device memory of the rank is not in the image: {saved.failure}", where=Where.UNTOUCHED
+            )
+        return [pb.Part(name="save", seconds=saved.seconds, bytes=saved.bytes)]
 
     @step
     async def drop(
@@ -153,7 +170,7 @@ class StoredImages:
         if (
             move_log is None
             or not move_log.begin.coordinator
-            or not self.node.store_of(move_log.begin).sealed(image)
+            or not stored.is_whole(self.node.store_of(move_log.begin), move_log)
             or (move_log.begin.role == "target" and move_log.begin.kind != "copy")
         ):
             raise NotFound(
@@ -177,7 +194,8 @@ class StoredImages:
         """Bytes on the disk; 0 if the files are gone."""
         if (known := self._sizes_bytes.get(move)) is None:
             try:
-                known = await in_thread(_size_bytes, self.node.store_of(self.node.journal.get(move).begin).path(move))
+                folder = self.node.store_of(self.node.journal.get(move).begin).path(move)
+                known = await in_thread(_size_bytes, await in_thread(lambda: list(folder.iterdir())))
             except (OSError, NotFound) as error:
                 log.error("the image of %s cannot be read: %s", move, error)
                 return 0
@@ -213,7 +231,9 @@ class _Sending:
         request = self.request
         sink = TargetSink(self.node, self._begin())
         files = await in_thread(stored.verified, self.folder, self.log)
-        self.expected_bytes = await in_thread(_size_bytes, self.folder)
+        if request.target_node == self.node.config.node:
+            files = await in_thread(self._link_stripes, files)
+        self.expected_bytes = await in_thread(_size_bytes, files)
         async with sink.streams() as streams, Sender(streams, self.node.config.chunk_bytes) as self.sender:
             for path in files:
                 await self.sender.put_file(path.name, path)
@@ -225,6 +245,19 @@ class _Sending:
         if damaged := await sink.seal(sent):
             raise Damaged(f"these images arrived damaged: {', '.join(damaged)}", where=Where.UNKNOWN)
         log.info("sent the image of rank %s to %s", self.log.begin.rank_uid, request.target_node)
+
+    def _link_stripes(self, files: list[Path]) -> list[Path]:
+        """The target is this node: it gets device memory of a snapshot without a copy, and does not write to it. Returns the
+        files that are to be sent."""
+        target = self.node.journal.find(self.request.move)
+        if target is None or target.begin.role != "target" or not self.log.begin.kind:
+            return files
+        folder = self.node.store.path(self.request.move)
+        stripes = [path for path in files if stripe_files.NAME.fullmatch(path.name)]
+        for path in stripes:
+            with contextlib.suppress(FileExistsError):  # of an attempt whose answer was lost
+                (folder / path.name).hardlink_to(path)
+        return [path for path in files if path not in stripes]
 
     def _begin(self) -> Begin:
         """The move as the target has journalled it, for the channel and the signature."""
@@ -249,5 +282,5 @@ def _description(folder: Path) -> ImageDescription:
     return description.decode((folder / description.FILE).read_bytes())
 
 
-def _size_bytes(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+def _size_bytes(files: Iterable[Path]) -> int:
+    return sum(path.stat().st_blocks * 512 for path in files)

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, Where
 from snapshotd.moves.journal import MoveLog
+from snapshotd.transport.image.store import ImageStore
 from snapshotd.transport.image.sync import sync_folder
 
 FACTS, DIGESTS = "facts.pb", "digests.json"
@@ -29,6 +30,22 @@ def describe(images: Path, move_log: MoveLog, facts: pb.RankFacts) -> None:
         digests = {path.name: digest(path) for path in _files(images)}
         write(move_log.folder / DIGESTS, json.dumps(digests).encode())
     write_facts(move_log, facts)
+
+
+def is_whole(store: ImageStore, move_log: MoveLog) -> bool:
+    """Whether the image is complete. The device memory of a snapshot gets into its folder while the rank goes on, each
+    stripe when it is complete."""
+    if not store.sealed(move_log.move):
+        return False
+    if move_log.begin.kind != "snapshot" or move_log.ended_unix_s:
+        return True
+    folder = store.path(move_log.move)
+    stripes = [
+        (folder / name, size)
+        for one in move_log.record.offloaded
+        for name, size in zip(one.stripes, one.bytes, strict=True)
+    ]
+    return all(path.exists() and path.stat().st_size == size for path, size in stripes)
 
 
 def write_facts(move_log: MoveLog, facts: pb.RankFacts) -> None:

@@ -80,6 +80,8 @@ class Departure:
         await reach(Point.BEFORE_CONTINUE)
         await self._let_run(moving)
         await in_thread(moving.log.mark, Mark.STREAMED, continued=True)
+        if moving.offload is not None and moving.offload.into_image is not None:
+            moving.offload.into_image.save_soon()
         await reach(Point.CONTINUE)
 
     async def keep(self, moving: Moving) -> None:
@@ -164,6 +166,8 @@ class Departure:
             await in_thread(group.kill, KILL_S)
 
     async def _refill(self, moving: Moving) -> None:
+        if moving.offload is not None and moving.offload.into_image is not None and not moving.log.aborted:
+            await moving.offload.into_image.give_back()
         await refill.on_source(self.node.config.image_dir, moving.log, self.node.holder)
 
     async def release(self, moving: Moving) -> None:

@@ -33,7 +33,6 @@ from snapshotd.moves.closed_files import Ahead
 from snapshotd.moves.description import FILE, ImageDescription
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.offload import Offload
-from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.precopied import Precopied
@@ -91,10 +90,8 @@ class Dump:
         self.linked: list[links.Linked] = []  # files that criu will make links to
         self.layers: Sequence[below.Layer] = []  # pages that criu leaves out
 
-    def progress(self, parts: Parts | None = None) -> pb.Progress:
-        """`parts`: of what came after the dump, for the last answer."""
+    def progress(self, *, last: bool = False) -> pb.Progress:
         sender = self.sender
-        dumped = pb.Part(name="criu-dump", seconds=self.dump_seconds, bytes=sender.bytes_sent if sender else 0)
         return pb.Progress(
             bytes_sent=(sender.bytes_sent if sender else 0) + (self.offload.sent_bytes if self.offload else 0),
             bytes_zero=sender.bytes_zero if sender else 0,
@@ -103,8 +100,15 @@ class Dump:
             done=self.done,
             dump_seconds=self.dump_seconds,
             stream_seconds=host.boottime_s() - self.began_s,
-            parts=[dumped, *parts.all] if parts is not None else (),
+            parts=self._parts() if last else (),
         )
+
+    def _parts(self) -> list[pb.Part]:
+        dumped = pb.Part(
+            name="criu-dump", seconds=self.dump_seconds, bytes=self.sender.bytes_sent if self.sender else 0
+        )
+        into_image = self.offload.into_image if self.offload is not None else None
+        return [dumped, *(into_image.parts.all if into_image is not None else ())]
 
     async def run(self) -> None:
         """Dumps, streams, has the target verify every byte, and marks the move STREAMED."""
@@ -134,15 +138,18 @@ class Dump:
         if not self.entry.process.alive():
             raise RankGone(f"rank {begin.rank} ended before the dump", where=Where.UNKNOWN)
         await reach(Point.BEFORE_DUMP)
-        self.expected = self.entry.memory_bytes() + self.log.record.offloaded_bytes
+        beside_bytes = 0 if begin.kind == "snapshot" else self.log.record.offloaded_bytes
+        self.expected = self.entry.memory_bytes() + beside_bytes
         async with opened_beside(self.sink.streams()) as opening:  # while the rank is looked at, and while criu starts
             files = await self._dump_and_send(pids, opening)
+        if self.offload is not None and self.offload.into_image is not None:
+            await self.offload.into_image.copied()
         if damaged := await self.sink.seal(files):
             raise Damaged(f"these images arrived damaged: {', '.join(damaged)}", where=Where.SOURCE_FROZEN)
 
     async def _dump_and_send(self, pids: list[int], opening: Opening) -> list[pb.ImageFile]:
         """Returns what the target has to find."""
-        device, follow = await self._device()
+        device, follow, by_channel = await self._device()
         with span("recheck"):
             new_files = await in_thread(self._recheck, pids)
         with span("list carried files"):
@@ -152,7 +159,7 @@ class Dump:
             description = await in_thread(
                 describe,
                 *(self.log.record, self.entry, self.facts, pids, carried, new_files, device),
-                by_device_channel=not follow,
+                by_device_channel=by_channel,
             )
         user = self.user = await in_thread(user_of_rank, self.entry.pid, self.entry.user_id)
         self.linked = [
@@ -311,12 +318,15 @@ class Dump:
             opened.callback(os.close, fifos[name])
         return fifos
 
-    async def _device(self) -> tuple[list[OffloadedMemory], dict[str, Path]]:
-        """The offloaded device memory as the target finds it, and those of its files that follow the images, by their names
-        there. A channel that failed is closed first: nothing may arrive both ways."""
+    async def _device(self) -> tuple[list[OffloadedMemory], dict[str, Path], bool]:
+        """The offloaded device memory as the target finds it; those of its files that follow the images, by their names
+        there; and whether the others come through the device-memory channel. A channel that failed is closed first: nothing
+        may arrive both ways. The files of a snapshot are moved into the image's folder later."""
         device = self.log.record.offloaded
         if self.offload is None or self.offload.has_channel:
-            return device, {}
+            return device, {}, True
+        if self.log.begin.kind == "snapshot":
+            return device, {}, False
         if self.offload.holds:
             why = "; ".join(self.offload.warnings) or "its connections broke"
             raise Unreachable(
@@ -330,7 +340,7 @@ class Dump:
             stripe_files.following(device),
         )
         files = [folder / name for one in device for name in one.stripes]
-        return there, dict(zip((name for one in there for name in one.stripes), files, strict=True))
+        return there, dict(zip((name for one in there for name in one.stripes), files, strict=True)), not files
 
     def _recheck(self, pids: list[int]) -> list[pb.FileFact]:
         """What the rank has mapped since preflight. Raises Changed if it can no longer move. Before its files are used."""

@@ -41,7 +41,7 @@ async def make_ready(node: Node, moving: Moving, entry: RankEntry, parts: Parts)
 
     Done before the gates close: behind a gate the interpreter reaches no safe point, and all ranks of the job wait."""
     processes = await cuda_processes.must_find(node.gpus, entry.group.pids())
-    left_bytes = await memory.empty_caches(processes, parts)
+    left_bytes = node.caches_left[moving.log.move] = await memory.empty_caches(processes, parts)
     await _prepare(node, moving, processes, parts)
     if moving.offload is not None:  # that took a while, and the job may have filled the caches again
         left_bytes = max(left_bytes, await memory.empty_caches(processes, parts))
@@ -143,8 +143,6 @@ async def freeze(
 
 async def _prepare(node: Node, moving: Moving, processes: list[tree.Process], parts: Parts) -> None:
     """Prepares the stripes, once, unless this daemon was restarted since."""
-    if moving.log.begin.kind == "snapshot":
-        moving.prepared = True  # the driver's checkpoint carries all of it: it belongs into the image
     if not moving.prepared:
         began = host.boottime_s()
         preflight_bytes = int(moving.facts.gpu.offloaded_bytes)

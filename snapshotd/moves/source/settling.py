@@ -17,7 +17,7 @@ from snapshotd.api.errors import NotFound, RankGone, SnapshotError, Where
 from snapshotd.moves import job_rules, rules
 from snapshotd.moves.device import hold, stripe_files
 from snapshotd.moves.job_rules import Answer, Part, StoreDecision, StoreFacts
-from snapshotd.moves.jobs import asking
+from snapshotd.moves.jobs import asking, stored
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import communicators
@@ -260,7 +260,7 @@ class SourceSettling(Steps):
             return Part.DONE
         outcome = move_log.outcome.outcome if move_log.outcome is not None else None
         if move_log.begin.kind == "snapshot":
-            exists = self.node.store.sealed(move_log.move)
+            exists = stored.is_whole(self.node.store, move_log)
         else:
             exists = suspended.copy_exists(move_log, self.departure.own_entry(move_log))
         return job_rules.store_answer(move_log.last_mark, outcome, copy_exists=exists)

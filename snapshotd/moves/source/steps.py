@@ -237,7 +237,7 @@ class SourceSteps(SourceSettling):
         if moving.log.begin.kind == "snapshot":  # the rank goes on now
             async with self.ending(moving, "settle"):
                 await self.settle_once(moving)
-        yield dump.progress(moving.parts)
+        yield dump.progress(last=True)
 
     async def renew(self, move: str) -> pb.RenewReply:
         moving = self.moving(move)

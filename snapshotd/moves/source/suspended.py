@@ -72,6 +72,8 @@ async def make_room(node: Node, moving: Moving, entry: RankEntry) -> None:
         await freeze.make_ready(node, moving, entry, Parts())
         facts.gpu.offloaded_bytes = moving.offload.expected_bytes if moving.offload is not None else 0
     needed_bytes = facts.memory_bytes + facts.carried_bytes
+    if move_log.begin.kind == "snapshot":  # the stripe files themselves become part of the image
+        needed_bytes = max(0, needed_bytes - facts.gpu.offloaded_bytes)
     await in_thread(node.store_of(move_log.begin).create, move_log.move, needed_bytes)
 
 

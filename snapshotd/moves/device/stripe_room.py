@@ -1,0 +1,79 @@
+"""The host memory of a source's stripe files: reserved before they are made, and watched while they are allocated.
+
+Invariant: a file is allocated in steps, each only if there is memory for it. What is reserved and not allocated yet counts as
+taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from snapshotd.api.errors import Full
+from snapshotd.moves.device import stripe_files
+from snapshotd.moves.node import Node
+from snapshotd.proc.room import FLOOR_BYTES, RESERVE_BYTES, mib
+from snapshotd.runtime.blocking import all_at_once, in_thread
+
+
+class StripeRoom:
+    """The stripe files of one move."""
+
+    def __init__(self, node: Node, move: str, files: int) -> None:
+        """`files`: how many there are; they are allocated at the same time."""
+        self._node, self._move, self._files = node, move, files
+        self.folder = stripe_files.folder_of(node.config.image_dir, move)
+        self._unallocated_bytes = 0
+
+    def reserve(self, size_bytes: int) -> None:
+        """Blocking. Raises Full."""
+        node = self._node
+        node.store.dropped()  # before the turn: all moves of the machine wait for it
+        with node.room.turn():
+            room = node.store.room_bytes()
+            if room < size_bytes + RESERVE_BYTES:
+                raise Full(
+                    f"{mib(size_bytes)} and a reserve of {mib(RESERVE_BYTES)} are needed to offload it here, {mib(room)} are"
+                    f" free: {node.room.free()}"
+                )
+            self._unallocated_bytes += size_bytes
+            node.room.count(self._purpose, lambda: self._unallocated_bytes)
+
+    def make_folder(self) -> None:
+        """An empty one. Blocking."""
+        stripe_files.make_folder(self._node.config.image_dir, self._move)
+
+    async def make_files(self, wanted: Sequence[tuple[str, int]]) -> None:
+        """Makes files with these names and bytes, and allocates all of them. Raises Full."""
+        await in_thread(self.reserve, sum(size for _, size in wanted))
+        files = [(self.folder / name, size) for name, size in wanted]
+        await all_at_once(lambda file: stripe_files.allocate(*file, self._look), files)
+
+    def enlarge(self, names: Sequence[str], before_bytes: int, size_bytes: int) -> None:
+        """Enlarges each of these files. Blocking. Raises Full."""
+        self.reserve(len(names) * max(0, size_bytes - before_bytes))
+        for name in names:
+            stripe_files.enlarge(self.folder / name, size_bytes, self._look)
+
+    def give_up(self) -> None:
+        """Nothing more is allocated. Blocking. Idempotent."""
+        self._node.room.give_up(self._purpose)
+        self._unallocated_bytes = 0
+
+    def _look(self, step_bytes: int) -> None:
+        """Before more of a file is allocated. Blocking. Raises Full if something else has taken the memory meanwhile."""
+        limited_by, left = self._node.room.left()
+        at_once_bytes = min(self._unallocated_bytes, step_bytes * self._files)  # the other files take a step as well
+        if left < at_once_bytes + FLOOR_BYTES:
+            raise Full(
+                f"{limited_by} has only {mib(left)} of memory left, and {mib(self._unallocated_bytes)} more are needed to"
+                " offload it here"
+            )
+        self._unallocated_bytes = max(0, self._unallocated_bytes - step_bytes)
+
+    @property
+    def _purpose(self) -> str:
+        return f"stripes of {self._move}"
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
