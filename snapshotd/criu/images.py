@@ -1,4 +1,4 @@
-"""Changes criu's image files on the target before the restore, with pycriu's own codec.
+"""Changes criu's image files on the target before the restore.
 
 A file that lost the name it was opened by, but has others, is dumped by criu through a hard link that criu makes,
 `link_remap.N`, and removes after the dump. The restored rank opens the file by the name under which it is transferred
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from pycriu import images
+from pycriu.images import pb
 
 from snapshotd.api.errors import Damaged, Where
-from snapshotd.criu import restarts
+from snapshotd.criu import image_entries, restarts
+from snapshotd.criu.image_entries import HEADER_BYTES
 
-_HEADER_BYTES = 8  # two magic numbers
+_REG, _TIMERFD = pb.REG, pb.TIMERFD
 _UNSET = (1 << 32) - 1
 
 
@@ -29,15 +30,13 @@ def mend(folder: Path, other_names: Mapping[str, str]) -> None:
     which criu made a link is not in it.
     """
     path = folder / "files.img"
-    table = _load(path)
-    table["entries"] = _without_links(folder, table["entries"], other_names)
-    for entry in table["entries"]:
-        match entry["type"]:
-            case "REG":
-                _forget_size(entry["reg"])
-            case "TIMERFD":
-                _rearm(entry["tfd"])
-    _store(path, table)
+    files = _without_links(folder, image_entries.load(path, pb.file_entry), other_names)
+    for entry in files:
+        if entry.type == _REG:  # a log to which others append must not fail the restore; preflight compares files
+            entry.reg.ClearField("size")
+        elif entry.type == _TIMERFD:
+            _rearm(entry.tfd)
+    image_entries.store(path, files)
 
 
 def mend_threads(folder: Path) -> None:
@@ -45,15 +44,15 @@ def mend_threads(folder: Path) -> None:
     for path in folder.glob("core-*.img"):
         content = path.read_bytes()
         try:
-            (size,) = struct.unpack("<I", content[_HEADER_BYTES : _HEADER_BYTES + 4])
-            end = _HEADER_BYTES + 4 + size
-            core = images.pb.core_entry.FromString(content[_HEADER_BYTES + 4 : end])
+            (size,) = struct.unpack("<I", content[HEADER_BYTES : HEADER_BYTES + 4])
+            end = HEADER_BYTES + 4 + size
+            core = pb.core_entry.FromString(content[HEADER_BYTES + 4 : end])
         except (struct.error, DecodeError) as error:
             raise Damaged(f"{path.name} cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
         forgotten, restarted = _forget_login_id(core), restarts.restart_call(core)
         if forgotten or restarted:
             new = core.SerializeToString()
-            path.write_bytes(content[:_HEADER_BYTES] + struct.pack("<I", len(new)) + new + content[end:])
+            path.write_bytes(content[:HEADER_BYTES] + struct.pack("<I", len(new)) + new + content[end:])
 
 
 def _forget_login_id(core: Any) -> bool:
@@ -70,71 +69,53 @@ def set_modes(folder: Path, modes: Mapping[str, int]) -> None:
     if not modes:
         return
     path = folder / "files.img"
-    table = _load(path)
-    for entry in table["entries"]:
-        if entry["type"] == "REG" and entry["reg"]["name"] in modes and "mode" in entry["reg"]:
-            entry["reg"]["mode"] = modes[entry["reg"]["name"]]
-    _store(path, table)
+    files = image_entries.load(path, pb.file_entry)
+    for entry in files:
+        if entry.type == _REG and entry.reg.name in modes and entry.reg.HasField("mode"):
+            entry.reg.mode = modes[entry.reg.name]
+    image_entries.store(path, files)
 
 
 def ghosts(folder: Path) -> list[tuple[str, str]]:
     """Of each unlinked file in the images: its former name, and the name that the restore gives it for a moment."""
-    path = folder / "remap-fpath.img"
-    if not path.exists():
-        return []
-    unlinked = {
-        entry["orig_id"]: entry["remap_id"] for entry in _load(path)["entries"] if entry["remap_type"] == "GHOST"
-    }
+    unlinked = {entry.orig_id: entry.remap_id for entry in _remaps(folder) if entry.remap_type == pb.GHOST}
     if not unlinked:
         return []
-    files = [
-        entry for entry in _load(folder / "files.img")["entries"] if entry["type"] == "REG" and entry["id"] in unlinked
+    files = image_entries.load(folder / "files.img", pb.file_entry)
+    return [
+        (entry.reg.name, f"{entry.reg.name}.cr.{unlinked[entry.id]:x}.ghost")
+        for entry in files
+        if entry.type == _REG and entry.id in unlinked
     ]
-    return [(name := entry["reg"]["name"], f"{name}.cr.{unlinked[entry['id']]:x}.ghost") for entry in files]
 
 
-def _without_links(folder: Path, files: list[dict[str, Any]], other_names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The files without criu's links; each file that had one gets the name under which it is transferred."""
+def _remaps(folder: Path) -> list[Any]:
+    """criu writes no file without entries."""
     path = folder / "remap-fpath.img"
-    if not path.exists():
-        return files
-    remaps = _load(path)
-    links = {entry["orig_id"]: entry["remap_id"] for entry in remaps["entries"] if entry["remap_type"] == "LINKED"}
+    return image_entries.load(path, pb.remap_file_path_entry) if path.exists() else []
+
+
+def _without_links(folder: Path, files: list[Any], other_names: Mapping[str, str]) -> list[Any]:
+    """The files without criu's links; each file that had one gets the name under which it is transferred."""
+    remaps = _remaps(folder)
+    links = {entry.orig_id: entry.remap_id for entry in remaps if entry.remap_type == pb.LINKED}
     if not links:
         return files
     for entry in files:
-        if entry["type"] == "REG" and entry["id"] in links:
-            removed = entry["reg"]["name"]
+        if entry.type == _REG and entry.id in links:
+            removed = entry.reg.name
             if removed not in other_names:
                 raise Damaged(
                     f"{removed} was removed, and no other name of it is transferred", where=Where.SOURCE_FROZEN
                 )
-            entry["reg"]["name"] = other_names[removed]
-    remaps["entries"] = [entry for entry in remaps["entries"] if entry["orig_id"] not in links]
-    _store(path, remaps)
+            entry.reg.name = other_names[removed]
+    image_entries.store(folder / "remap-fpath.img", [entry for entry in remaps if entry.orig_id not in links])
     made = set(links.values())
-    return [entry for entry in files if entry["id"] not in made]
+    return [entry for entry in files if entry.id not in made]
 
 
-def _load(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        table: dict[str, Any] = images.load(file)
-    return table
-
-
-def _store(path: Path, table: dict[str, Any]) -> None:
-    with path.open("wb") as file:
-        images.dump(table, file)
-
-
-def _forget_size(file: dict[str, Any]) -> None:
-    """A log to which others append must not fail the restore. Preflight checks that files are equal on both nodes."""
-    file.pop("size", None)
-
-
-def _rearm(timer: dict[str, Any]) -> None:
+def _rearm(timer: Any) -> None:
     """A periodic timerfd that has expired and was not read: the kernel shows no time left, and criu would restore it
     disarmed. With one nanosecond left it is the same timer: expired, and still periodic."""
-    periodic = int(timer["isec"]) or int(timer["insec"])
-    if periodic and not int(timer["vsec"]) and not int(timer["vnsec"]):
-        timer["vnsec"] = 1
+    if (timer.isec or timer.insec) and not timer.vsec and not timer.vnsec:
+        timer.vnsec = 1

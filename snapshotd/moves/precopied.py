@@ -43,10 +43,11 @@ class Precopy:
     files: list[pb.ImageFile] = field(default_factory=list)  # all rounds that were sent
     sent_bytes: int = 0
     warnings: list[str] = field(default_factory=list)
+    begun: bool = False  # whether anything may have been sent
 
     def finish(self) -> Precopied:
         """The rank is frozen. Nothing is followed any more when this returns. Blocking, and raises nothing."""
-        found = Precopied()
+        found = Precopied(begun=self.begun)
         for one in self.followed:
             try:
                 if reason := devices.writers_of(one.pid):
@@ -79,6 +80,7 @@ class Precopied:
     layers: list[Layer] = field(default_factory=list)
     files: list[pb.ImageFile] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
+    begun: bool = False  # whether anything may have been sent, which need not count
 
     @property
     def bytes(self) -> int:

@@ -47,7 +47,7 @@ _REGIONS = 4096
 _IS_FILE, _IS_PRESENT, _IS_ZERO = 1 << 2, 1 << 3, 1 << 5
 
 #: span, rights and name of each mapping
-_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...(.) \S+ \S+ \d+ *(.*)$", re.MULTILINE)
+_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (....) \S+ \S+ \d+ *(.*)$", re.MULTILINE)
 #: Names of mappings that criu restores in a way of their own, or whose pages are no ordinary ones.
 _SPECIAL = re.compile(rb"\[(?!heap\]|stack\]|anon:)|/dev/|/anon_hugepage|/\[aio\]")
 
@@ -69,9 +69,10 @@ class PageFrames:
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
-    def private(self) -> list[Range]:
-        """The anonymous pages of its private mappings that are in memory, without zero pages."""
-        wanted = private_mappings(maps.read_raw(self._pid))
+    def private(self, *, executable: bool = True) -> list[Range]:
+        """The anonymous pages of its private mappings that are in memory, without zero pages. `executable`: also those of
+        executable mappings."""
+        wanted = private_mappings(maps.read_raw(self._pid), executable=executable)
         if not wanted:
             return []
         return page_ranges.common(page_ranges.joined(self._scan(wanted[0][0], wanted[-1][1])), wanted)
@@ -113,12 +114,12 @@ class PageFrames:
             start = _SCAN.unpack(argument)[4]
 
 
-def private_mappings(text: bytes) -> list[Range]:
+def private_mappings(text: bytes, *, executable: bool = True) -> list[Range]:
     """The ordinary private mappings in /proc/PID/maps, neighbours joined."""
     found = [
         (int(start, 16), int(end, 16))
-        for start, end, sharing, name in _MAPPING.findall(text)
-        if sharing == b"p" and not _SPECIAL.match(name)
+        for start, end, rights, name in _MAPPING.findall(text)
+        if rights.endswith(b"p") and not _SPECIAL.match(name) and (executable or b"x" not in rights)
     ]
     return page_ranges.joined(found)
 

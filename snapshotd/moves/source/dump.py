@@ -2,7 +2,8 @@
 
 The large images (pages, ghost files) are FIFOs that criu splices into and the sender reads. The pipe gives back-pressure, so
 the source never has a second copy of the rank's memory. Small images and carried files follow when criu is done. Pages that
-the target gets in another way, such as those that forked processes share, are left out (snapshotd/criu/below.py).
+the target gets in another way are left out (snapshotd/criu/below.py): those that forked processes share, and large memory,
+which is sent beside criu (large_memory.py).
 
 Invariant: when `run` returns or raises, the tree is stopped, its cgroup is frozen, and criu has exited.
 """
@@ -38,27 +39,25 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.precopied import Precopied
 from snapshotd.moves.record_parts import OffloadedMemory
 from snapshotd.moves.rules import Mark
-from snapshotd.moves.source import closed_files
+from snapshotd.moves.source import closed_files, image_fifos, large_memory
 from snapshotd.moves.source.channel import Opening, opened_beside
 from snapshotd.moves.source.describe import describe
 from snapshotd.moves.source.fork_sharing import ForkSharing
+from snapshotd.moves.source.large_memory import LargeMemory
 from snapshotd.moves.source.sink import sink_of
-from snapshotd.proc import cgroup, deleted, host, tree
+from snapshotd.proc import cgroup, host, tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.runtime.logs import move_context
 from snapshotd.runtime.spans import span
-from snapshotd.transport.image.fifo import make_fifo
 from snapshotd.transport.image.sender import Sender
 from snapshotd.transport.image.stream import Stream
 
 log = logging.getLogger(__name__)
 
 DUMP_S = 3600.0
-#: FIFOs beyond the foreseeable ones. criu makes a plain file where one is missing, which works but takes memory.
-SPARE_FIFOS = 8
 #: Files that criu writes for diagnosis, or reads; a restore does not need them.
 _NOT_SENT = {"dump.log", "stats-dump", below.HIDDEN}
 
@@ -89,6 +88,7 @@ class Dump:
         self.user: User | None = None
         self.linked: list[links.Linked] = []  # files that criu will make links to
         self.layers: Sequence[below.Layer] = []  # pages that criu leaves out
+        self.large: list[LargeMemory] = []
 
     def progress(self, *, last: bool = False) -> pb.Progress:
         sender = self.sender
@@ -150,30 +150,18 @@ class Dump:
     async def _dump_and_send(self, pids: list[int], opening: Opening) -> list[pb.ImageFile]:
         """Returns what the target has to find."""
         device, follow, by_channel = await self._device()
-        with span("recheck"):
-            new_files = await in_thread(self._recheck, pids)
-        with span("list carried files"):
-            carried = await in_thread(preflight.list_carried, pids, self.node.config.carry_paths)
-        self.carried = [fact.path for fact in carried.facts if stat.S_ISREG(fact.mode)]
-        with span("describe"):
-            description = await in_thread(
-                describe,
-                *(self.log.record, self.entry, self.facts, pids, carried, new_files, device),
-                by_device_channel=by_channel,
-            )
-        user = self.user = await in_thread(user_of_rank, self.entry.pid, self.entry.user_id)
-        self.linked = [
-            (os.path.dirname(name), *carried.held[name].inode) for name in sorted(set(carried.other_names.values()))
-        ]
-        if self.linked:  # a criu that is killed leaves its links, and this daemon may be killed with it
-            await in_thread(self.log.mark, Mark.FROZEN, linked=self.linked)
-        with span("find shared pages"):
-            shared = await in_thread(ForkSharing(pids, without=self.precopied.pids).layers)
-            self.layers = [*self.precopied.layers, *shared]
-        self.expected = max(0, self.expected - below.size_bytes(self.layers))
-        with contextlib.ExitStack() as opened:
-            fifos = await in_thread(self._make_fifos, pids, opened)
-            try:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._find_pages(pids))
+                carried, description = await self._look(pids, device, by_device_channel=by_channel)
+            user = self.user = await in_thread(user_of_rank, self.entry.pid, self.entry.user_id)
+            self.linked = [
+                (os.path.dirname(name), *carried.held[name].inode) for name in sorted(set(carried.other_names.values()))
+            ]
+            if self.linked:  # a criu that is killed leaves its links, and this daemon may be killed with it
+                await in_thread(self.log.mark, Mark.FROZEN, linked=self.linked)
+            with contextlib.ExitStack() as opened:
+                fifos = await in_thread(image_fifos.make, self.images, pids, opened)
                 with span("stream") as streaming:
                     written = asyncio.Event()
                     async with asyncio.TaskGroup() as group:
@@ -183,8 +171,37 @@ class Dump:
                         files = await self._send(streams, written, fifos, carried, user, follow, description)
                     streaming.bytes = self.sender.bytes_sent if self.sender else 0
                     return files
-            except ExceptionGroup as failures:
-                raise _cause(failures) from failures
+        except ExceptionGroup as failures:
+            raise _cause(failures) from failures
+
+    async def _look(
+        self, pids: list[int], device: list[OffloadedMemory], *, by_device_channel: bool
+    ) -> tuple[preflight.Carried, ImageDescription]:
+        """What the rank has besides memory. Raises Changed if it can no longer move."""
+        with span("recheck"):
+            new_files = await in_thread(self._recheck, pids)
+        with span("list carried files"):
+            carried = await in_thread(preflight.list_carried, pids, self.node.config.carry_paths)
+        self.carried = [fact.path for fact in carried.facts if stat.S_ISREG(fact.mode)]
+        with span("describe"):
+            description = await in_thread(
+                describe,
+                *(self.log.record, self.entry, self.facts, pids, carried, new_files, device),
+                by_device_channel=by_device_channel,
+            )
+        return carried, description
+
+    async def _find_pages(self, pids: list[int]) -> None:
+        """Finds the pages that criu leaves out."""
+        with span("find shared pages"):
+            shared = await in_thread(ForkSharing(pids, without=self.precopied.pids).layers)
+        self.layers = [*self.precopied.layers, *shared]
+        self.expected = max(0, self.expected - below.size_bytes(self.layers))
+        # The same files have what was sent before the freeze: it may be there, and not count.
+        if not self.log.begin.coordinator and not self.precopied.begun:
+            taken = {pid for layer in self.layers for pid in (layer.pid, layer.parent)}
+            self.large = await in_thread(large_memory.find, pids, taken)
+            self.layers = [*self.layers, *(one.layer for one in self.large)]
 
     async def _send(
         self,
@@ -201,13 +218,15 @@ class Dump:
             async with asyncio.TaskGroup() as group:
                 for name, fd in fifos.items():
                     group.create_task(self.sender.put_fd(name, fd, eof=written))
+                group.create_task(large_memory.send(self.sender, self.large))
                 rest = group.create_task(self._send_closed(self.sender, carried, user))
             await written.wait()
             await in_thread(below.complete, self.images, self.layers)
             with span("send small images"):
-                for name in sorted(path.name for path in self.images.iterdir() if path.is_file()):
-                    if name not in _NOT_SENT:
-                        await self.sender.put_file(name, self.images / name)
+                async with asyncio.TaskGroup() as group:
+                    for name in sorted(path.name for path in self.images.iterdir() if path.is_file()):
+                        if name not in _NOT_SENT:
+                            group.create_task(self.sender.put_file(name, self.images / name))
             for index, fact in enumerate(carried.facts):
                 if stat.S_ISREG(fact.mode):
                     await self._send_carried(f"carry-{index}", fact.path, carried.held[fact.path], user)
@@ -302,21 +321,6 @@ class Dump:
     def _guest_keeper_pid(self) -> int:
         """0 if the rank was started on this node."""
         return self.entry.keeper_pid if self.entry.role == "guest" and self.entry.keeper_alive() else 0
-
-    def _make_fifos(self, pids: list[int], opened: contextlib.ExitStack) -> dict[str, int]:
-        """Makes a FIFO for every possibly large image. criu numbers pages by process, then shared memory; ghosts by file.
-
-        `opened` closes their descriptors, also those that were opened before a failure."""
-        shutil.rmtree(self.images, ignore_errors=True)
-        self.images.mkdir(mode=0o700, parents=True)
-        unnamed = deleted.count_files(pids)
-        names = [f"pages-{number}.img" for number in range(1, len(pids) + unnamed + SPARE_FIFOS)]
-        names += [f"ghost-file-{number:x}.img" for number in range(1, unnamed + SPARE_FIFOS)]
-        fifos: dict[str, int] = {}
-        for name in names:
-            fifos[name] = make_fifo(self.images, name)
-            opened.callback(os.close, fifos[name])
-        return fifos
 
     async def _device(self) -> tuple[list[OffloadedMemory], dict[str, Path], bool]:
         """The offloaded device memory as the target finds it; those of its files that follow the images, by their names

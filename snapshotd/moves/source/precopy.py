@@ -67,6 +67,7 @@ async def run(
             made.followed = await in_thread(_follow, entry, made.warnings)
         await reach(Point.PRECOPY)
         if made.followed:
+            made.begun = True
             with span("send memory") as sending:
                 await _unless(stopped, made, _Rounds(node, move_log, made, percent / 100).run())
                 sending.bytes = made.sent_bytes

@@ -119,7 +119,7 @@ class Restore:
             image_bytes = await in_thread(_image_bytes, folder)
             asking = session.ask(
                 keeper.ours,
-                session.restore_request(folder, inherit, compares=bool(image.below)),
+                session.restore_request(folder, inherit, compares=0 in image.below.values()),
                 log_path=folder / "restore.log",
                 timeout_s=RESTORE_S + RESTORE_GIB_S * image_bytes / 2**30,
                 where=Where.SOURCE_FROZEN,

@@ -77,7 +77,7 @@ class Sender:
         self.peak_chunks_held = 0
         self._streams = streams
         self.strong = any(stream.strong for stream in streams)
-        self._chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes
         self._on_bytes = on_bytes
         self._slots = asyncio.Semaphore(WINDOW * len(streams))
         self._ready: asyncio.Queue[_Held] = asyncio.Queue()
@@ -145,6 +145,18 @@ class Sender:
             self._begin(name)
         await self._or_failure(self._read_frames(read))
 
+    def filled(self, length: int, fill: Callable[[memoryview], None]) -> bytes | bytearray:
+        """Memory of this length, at most that of a chunk, for a frame of `put_frames`; `fill` writes all of it. Called in its
+        threads, and used again once the target has stored the chunk."""
+        buffer = self._buffer()
+        with memoryview(buffer) as whole, whole[:length] as view:
+            fill(view)
+            if length == len(buffer):
+                return buffer
+            data = bytes(view)
+        self._buffers.append(buffer)
+        return data
+
     async def stored(self) -> None:
         """Waits until the target has stored all that was put."""
         await self._or_failure(self._until_stored())
@@ -190,16 +202,20 @@ class Sender:
 
     def _pipe_chunk(self, name: str, fd: int, offset: int, sequence: int) -> tuple[Frame | None, Stop]:
         """Reads straight into the memory from which the chunk is sent, unless it is a partial one."""
-        try:
-            buffer = self._buffers.pop()
-        except IndexError:
-            buffer = bytearray(self._chunk_bytes)
+        buffer = self._buffer()
         count, stop = read_chunk(fd, buffer, _PATIENCE_MS)
         if stop is Stop.FULL:
             return raw_frame(sequence, name, offset, buffer, strong=self.strong), stop
         data = bytes(memoryview(buffer)[:count])
         self._buffers.append(buffer)
         return (raw_frame(sequence, name, offset, data, strong=self.strong) if data else None), stop
+
+    def _buffer(self) -> bytearray:
+        """One that is not in use, or a new one."""
+        try:
+            return self._buffers.pop()
+        except IndexError:
+            return bytearray(self.chunk_bytes)
 
     async def _read_path(self, name: str, path: Path) -> None:
         try:
@@ -217,7 +233,7 @@ class Sender:
             offset, begun = 0, False
             while offset < size or not begun:
                 begun = True
-                chunk = partial(file_chunk, name, fd, offset, size, self._chunk_bytes, self.strong)
+                chunk = partial(file_chunk, name, fd, offset, size, self.chunk_bytes, self.strong)
                 frame, _ = await self._read_into_slot(chunk)
                 offset += frame.length if frame is not None else 0
         except OSError as error:

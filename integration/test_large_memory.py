@@ -1,0 +1,26 @@
+"""Large memory of a rank is sent beside criu, and is the same afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from integration.harness import Cluster
+from integration.test_moves import uninterrupted
+from tests.cli import chrome_trace
+from tests.kernel import needs_page_scans
+
+
+@needs_page_scans
+def test_large_memory_of_every_kind_survives_moves_there_and_back(nodes: Cluster, tmp_path: Path) -> None:
+    end = nodes.folder / "end-of-layouts"
+    end.unlink(missing_ok=True)
+    job = nodes.workload("node-1", "layouts.py", "--end-file", str(end))
+    job.await_lines(10)
+    for target in ("spare-1", "node-1"):
+        moved = nodes.move(job, target, more=("--trace", str(tmp_path / f"{target}.json")))
+        assert chrome_trace.read(tmp_path / f"{target}.json").named("send large memory")
+        assert moved["bytes"] > 60 << 20
+        job.await_progress(10)
+    steps = job.end_soon(end)
+    assert job.finish() == 0, job.text()[-500:]
+    assert job.text() == uninterrupted("layouts.py", "--steps", str(steps), "--pace-s", "0")

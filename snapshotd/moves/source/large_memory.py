@@ -1,0 +1,194 @@
+"""Sends large memory of a frozen rank beside criu, with several threads.
+
+criu reads one process after the other, in one thread, page by page; a rank with gigabytes of memory would wait for it. So
+long runs of pages are read here, while criu dumps the rest. To criu and to the target they are pages that
+were sent before the freeze (snapshotd/criu/below.py): one file for each process, in the order of their addresses.
+
+Left to criu are pages of executable mappings, because it writes a few instructions into one of them, runs them, and puts back
+what was there; processes whose pages lie in their parent's image, because a process has pages of one kind only below its own;
+and those parents, because criu's restore would look for each page of the children in one list more.
+
+Only anonymous pages that are in memory are read: reading them never waits for a user's program. The rank is frozen, so what
+is read is what criu would have read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import logging
+import os
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from snapshotd.api.errors import Internal, RankGone, SnapshotError, Where
+from snapshotd.criu import page_ranges
+from snapshotd.criu.below import Layer, ahead_pages_name
+from snapshotd.criu.page_ranges import Range
+from snapshotd.proc import status
+from snapshotd.proc.files import GONE
+from snapshotd.proc.page_frames import NotSupported, PageFrames
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.spans import span
+from snapshotd.transport.image.frame import Frame, raw_frame
+from snapshotd.transport.image.sender import Sender
+
+log = logging.getLogger(__name__)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+
+#: Shorter runs of pages are left to criu: each takes a system call here, and an entry in a list on both nodes.
+LEAST_RUN_BYTES = 256 << 10
+#: A process that has less is left to criu.
+LEAST_BYTES = 16 << 20
+#: More threads only wait for each other in the kernel.
+MOST_READERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LargeMemory:
+    """The long runs of pages of one process."""
+
+    pid: int
+    layer: Layer
+
+    @property
+    def file(self) -> str:
+        return ahead_pages_name(self.layer.pid, 1)
+
+
+def find(pids: Iterable[int], without: Collection[int | None] = ()) -> list[LargeMemory]:
+    """What is worth sending; `without` are processes that are left to criu, by the pids of their own namespace. Blocking. The
+    rank is frozen."""
+    found = []
+    try:
+        for pid in pids:
+            try:
+                if (inner_pid := status.read(pid).inner_pid) in without:
+                    continue
+                with PageFrames(pid) as frames:
+                    private = frames.private(executable=False)
+            except GONE:
+                continue
+            runs = [(start, end) for start, end in private if end - start >= LEAST_RUN_BYTES]
+            if page_ranges.size_bytes(runs) >= LEAST_BYTES:
+                found.append(LargeMemory(pid, Layer(pid=inner_pid, pages=runs, rounds=[runs])))
+    except (NotSupported, OSError) as error:
+        log.info("all memory is left to criu: %s", error)
+        return []
+    return found
+
+
+async def send(sender: Sender, memory: Sequence[LargeMemory]) -> None:
+    """Reads and sends all of it. Raises RankGone if a process has ended, Internal if its memory cannot be read."""
+    if not memory:
+        return
+    with span("send large memory"), ExitStack() as opened:
+        for one in memory:
+            reading = _Reading(sender, one)
+            opened.callback(reading.close)
+            async with asyncio.TaskGroup() as group:
+                for _ in range(_readers()):
+                    group.create_task(sender.put_frames(one.file, reading.next))
+            await in_thread(reading.must_live)
+
+
+def _readers() -> int:
+    return max(1, min(MOST_READERS, (os.cpu_count() or 1) // 2))
+
+
+class _Reading:
+    """Makes the chunks of one file, for several threads."""
+
+    def __init__(self, sender: Sender, memory: LargeMemory) -> None:
+        self._sender, self._memory = sender, memory
+        try:
+            self._fd = os.open(f"/proc/{memory.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._chunks = chunks(memory.layer.pages, sender.chunk_bytes)
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def must_live(self) -> None:
+        """Raises RankGone if the process has ended: its pid may have become another one's while it was read. The descriptor
+        is that of its own memory, which has gone then."""
+        try:
+            self._fill_rest(memoryview(bytearray(1)), 0, 1, self._memory.layer.pages[0][0] + 1)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def next(self, sequence: int) -> Frame | None:
+        """The next chunk; None at the end. Blocking."""
+        with self._lock:
+            chunk = next(self._chunks, None)
+        if chunk is None:
+            return None
+        offset, parts = chunk
+        try:
+            data = self._sender.filled(page_ranges.size_bytes(parts), partial(self._fill, parts))
+        except OSError as error:
+            raise self._failed(error) from error
+        return raw_frame(sequence, self._memory.file, offset, data, strong=self._sender.strong)
+
+    def _fill(self, parts: list[Range], view: memoryview) -> None:
+        at = 0
+        for start, end in parts:
+            until = at + end - start
+            at += _read_quickly(self._memory.pid, start, view[at:until])
+            at = self._fill_rest(view, at, until, end)
+
+    def _fill_rest(self, view: memoryview, at: int, until: int, end: int) -> int:
+        """Reads what belongs there, which ends at this address."""
+        while at < until:
+            count = os.preadv(self._fd, [view[at:until]], end - (until - at))
+            if not count:
+                raise ProcessLookupError(errno.ESRCH, "it has ended")
+            at += count
+        return at
+
+    def _failed(self, error: OSError) -> SnapshotError:
+        if isinstance(error, GONE):
+            return RankGone(f"process {self._memory.pid} has ended", where=Where.UNKNOWN)
+        return Internal(f"process {self._memory.pid} cannot be read: {error.strerror}", where=Where.SOURCE_FROZEN)
+
+
+class _Vector(ctypes.Structure):
+    """struct iovec"""
+
+    _fields_ = (("address", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _read_quickly(pid: int, start: int, view: memoryview) -> int:
+    """Reads what process_vm_readv reads; how much that is. It takes two thirds of the time of a read from /proc/PID/mem, but
+    refuses pages to which the process has no access itself."""
+    here = _Vector(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
+    there = _Vector(start, len(view))
+    one = ctypes.c_ulong(1)
+    return max(
+        0, int(_libc.process_vm_readv(pid, ctypes.byref(here), one, ctypes.byref(there), one, ctypes.c_ulong(0)))
+    )
+
+
+def chunks(ranges: Iterable[Range], chunk_bytes: int) -> Iterator[tuple[int, list[Range]]]:
+    """The pages of all ranges, one after the other, in pieces of this size: where each begins, and what is in it."""
+    offset, room = 0, chunk_bytes
+    parts: list[Range] = []
+    for first, end in ranges:
+        start = first
+        while start < end:
+            stop = min(end, start + room)
+            parts.append((start, stop))
+            start, room = stop, room - (stop - start)
+            if not room:
+                yield offset, parts
+                offset, parts, room = offset + chunk_bytes, [], chunk_bytes
+    if parts:
+        yield offset, parts
