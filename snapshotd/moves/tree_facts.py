@@ -6,6 +6,7 @@ before anything of it may run, and compares (snapshotd/moves/target/comparison.p
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping
 
@@ -78,6 +79,7 @@ class _Table:
         self.files: list[File] = []
         self._index: dict[object, int] = {}
         self._digests = digests
+        self._mapped: dict[object, int] = {}
 
     def add(self, link: str, stat: os.stat_result | None) -> int:
         key = (stat.st_dev, stat.st_ino, link) if stat is not None else link
@@ -85,6 +87,16 @@ class _Table:
         if index is None:
             index = self._index[key] = len(self.files)
             self.files.append(self._file(link, stat))
+        return index
+
+    def add_mapped(self, pid: int, mapping: maps.Mapping) -> int:
+        """Looks at each file once, although many processes have mapped it: device and inode say that it is the same."""
+        key = (mapping.device, mapping.inode, mapping.path)
+        index = self._mapped.get(key)
+        if index is None:
+            in_memory = kind_of(mapping.path, None) is not Kind.ANON  # only its name identifies it
+            stat = None if in_memory else os.stat(maps.map_file(pid, mapping))
+            index = self._mapped[key] = self.add(mapping.path, stat)
         return index
 
     def _file(self, link: str, stat: os.stat_result | None) -> File:
@@ -144,20 +156,19 @@ def _open_files(pid: int, table: _Table) -> Iterable[OpenFile]:
 
 
 def _mapped_files(pid: int, table: _Table) -> Iterable[MappedFile]:
-    stats: dict[object, os.stat_result | None] = {}
     for mapping in maps.read(pid):
-        if not mapping.path.startswith("/"):
-            continue
-        key = (mapping.device, mapping.inode, mapping.path)
-        if key not in stats:
-            in_memory = kind_of(mapping.path, None) is not Kind.ANON  # only its name identifies it
-            stats[key] = None if in_memory else os.stat(maps.map_file(pid, mapping))
-        bits = (
-            (mapping.readable, "r", "-"),
-            (mapping.writable, "w", "-"),
-            (mapping.executable, "x", "-"),
-            (mapping.shared, "s", "p"),
-        )
-        rights = "".join(yes if on else no for on, yes, no in bits)
-        index = table.add(mapping.path, stats[key])
-        yield MappedFile(mapping.start, mapping.start + mapping.size_bytes, mapping.offset, rights, index)
+        if mapping.path.startswith("/"):
+            yield MappedFile(*_place(mapping), table.add_mapped(pid, mapping))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _place(mapping: maps.Mapping) -> tuple[int, int, int, str]:
+    """Start, end, offset and rights."""
+    bits = (
+        (mapping.readable, "r", "-"),
+        (mapping.writable, "w", "-"),
+        (mapping.executable, "x", "-"),
+        (mapping.shared, "s", "p"),
+    )
+    rights = "".join(yes if on else no for on, yes, no in bits)
+    return mapping.start, mapping.start + mapping.size_bytes, mapping.offset, rights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -44,20 +45,25 @@ class Mapping:
 def parse(text: bytes, prefixes: tuple[str, ...] = ("",)) -> Iterator[Mapping]:
     """The named mappings whose path begins with one of `prefixes`."""
     wanted = tuple(os.fsencode(prefix) for prefix in prefixes)
-    for span, bits, offset, device, inode, path in _MAPPING.findall(text):
-        if not path.startswith(wanted):
-            continue
-        yield Mapping(
-            span="-".join(end.lstrip("0") or "0" for end in span.decode().split("-")),  # map_files does not pad
-            readable=bits[0] == 0x72,
-            writable=bits[1] == 0x77,
-            executable=bits[2] == 0x78,
-            shared=bits[3] == 0x73,
-            offset=int(offset, 16),
-            device=device.decode(),
-            inode=int(inode),
-            path=os.fsdecode(path.replace(b"\\012", b"\n")),
-        )
+    for fields in _MAPPING.findall(text):
+        if fields[-1].startswith(wanted):
+            yield _mapping(*fields)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _mapping(span: bytes, bits: bytes, offset: bytes, device: bytes, inode: bytes, path: bytes) -> Mapping:
+    """Remembered, because forked processes have the same mappings, and a frozen rank is looked at several times."""
+    return Mapping(
+        span="-".join(end.lstrip("0") or "0" for end in span.decode().split("-")),  # map_files does not pad
+        readable=bits[0] == 0x72,
+        writable=bits[1] == 0x77,
+        executable=bits[2] == 0x78,
+        shared=bits[3] == 0x73,
+        offset=int(offset, 16),
+        device=device.decode(),
+        inode=int(inode),
+        path=os.fsdecode(path.replace(b"\\012", b"\n")),
+    )
 
 
 def parse_inodes(text: bytes) -> set[tuple[int, int]]:

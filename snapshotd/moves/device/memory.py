@@ -39,22 +39,23 @@ class Lost(Exception):
     """The driver has lost a process's device memory: it can never run again."""
 
 
-async def empty_caches(processes: Sequence[Process], parts: Parts) -> int:
-    """Returns the caching allocators' free blocks to the driver; the rank keeps running. Returns the bytes; never raises."""
+async def empty_caches(processes: Sequence[Process], parts: Parts) -> int | None:
+    """Returns the caching allocators' free blocks to the driver; the rank keeps running. Returns the bytes, or None if no
+    process could do it, say because its interpreter has reached no safe point in time; never raises."""
     if not processes:
-        return 0
+        return None
     given = await parts.time("empty-cache", each(processes, lambda process: in_thread(_empty_cache, process)))
-    freed = int(sum(given))
-    parts.all[-1].bytes = freed
-    return freed
+    freed = [size for size in given if size is not None]
+    parts.all[-1].bytes = sum(freed)
+    return sum(freed) if freed else None
 
 
-def _empty_cache(process: Process) -> int:
+def _empty_cache(process: Process) -> int | None:
     try:
         mailbox = shimctl.find(process)
-        return (mailbox.empty_cache(EMPTY_CACHE_S) or 0) if mailbox is not None else 0
+        return mailbox.empty_cache(EMPTY_CACHE_S) if mailbox is not None else None
     except SnapshotError:  # a child that ends meanwhile has no cache
-        return 0
+        return None
 
 
 async def take_off(

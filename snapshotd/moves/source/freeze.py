@@ -41,11 +41,13 @@ async def make_ready(node: Node, moving: Moving, entry: RankEntry, parts: Parts)
 
     Done before the gates close: behind a gate the interpreter reaches no safe point, and all ranks of the job wait."""
     processes = await cuda_processes.must_find(node.gpus, entry.group.pids())
-    left_bytes = node.caches_left[moving.log.move] = await memory.empty_caches(processes, parts)
+    left_bytes = await memory.empty_caches(processes, parts)
+    node.caches_left[moving.log.move] = left_bytes or 0
     await _prepare(node, moving, processes, parts)
-    if moving.offload is not None:  # that took a while, and the job may have filled the caches again
-        left_bytes = max(left_bytes, await memory.empty_caches(processes, parts))
-    node.caches_left[moving.log.move] = left_bytes
+    if moving.offload is not None and left_bytes is not None:
+        # That took a while, and the job may have filled the caches again. One that did not answer in time is not asked again.
+        left_bytes = max(left_bytes, await memory.empty_caches(processes, parts) or 0)
+    node.caches_left[moving.log.move] = left_bytes or 0
 
 
 async def freeze(

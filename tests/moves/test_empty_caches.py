@@ -1,0 +1,48 @@
+"""Free blocks of torch's allocators are given back before the freeze: once more if that has worked."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from snapshotd.moves.device import cuda_processes, memory
+from snapshotd.moves.device.parts import Parts
+from snapshotd.moves.moving import Moving
+from snapshotd.moves.source import freeze
+from snapshotd.proc.tree import Process
+
+MOVE = "m-0123456789ab"
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked", "given_back"),
+    [
+        ([None, 5], 1, 0),  # its interpreter reached no safe point in time
+        ([0, 5], 2, 5),
+        ([7, 5], 2, 7),
+        ([7, None], 2, 7),
+    ],
+)
+def test_process_that_does_not_answer_in_time_is_asked_once(
+    answers: list[int | None], asked: int, given_back: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list(answers)
+
+    async def must_find(*_given: Any) -> list[Process]:
+        return [Process(7, 1)]
+
+    async def prepare(_node: Any, moving: Moving, *_given: Any) -> None:
+        moving.offload = SimpleNamespace()  # type: ignore[assignment]
+
+    monkeypatch.setattr(cuda_processes, "must_find", must_find)
+    monkeypatch.setattr(freeze, "_prepare", prepare)
+    monkeypatch.setattr(memory, "_empty_cache", lambda _process: left.pop(0))
+    node: Any = SimpleNamespace(gpus=None, caches_left={})
+    log: Any = SimpleNamespace(move=MOVE)
+    entry: Any = SimpleNamespace(group=SimpleNamespace(pids=lambda: [7]))
+    asyncio.run(freeze.make_ready(node, Moving(log), entry, Parts()))
+    assert len(answers) - len(left) == asked
+    assert node.caches_left == {MOVE: given_back}
