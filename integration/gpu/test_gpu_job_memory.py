@@ -49,7 +49,8 @@ taken = torch.empty(free - int(sys.argv[1]), dtype=torch.uint8, device="cuda")
 print("taken", flush=True)
 sys.stdin.read()
 """
-LEFT_BYTES = 6 * GIB
+#: Too little for a copy beside what must stay free, and enough to replace a block of any size.
+LEFT_BYTES = int((float(LARGE_GIB) + 4) * GIB)
 PARTS = (
     *("park", "lock", "unlock", "offload", "relock", "checkpoint", "criu-dump", "copy-out", "give-back", "save"),
     *("criu-restore", "cuda-restore", "refill"),

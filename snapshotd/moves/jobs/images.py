@@ -126,11 +126,15 @@ class StoredImages:
         yield last
 
     async def _saved(self, image: str) -> list[pb.Part]:
-        """Waits until the device memory of a snapshot is in its image. Raises GpuFailed if it never will be."""
+        """Waits until the device memory of a snapshot is in its image. Raises GpuFailed if it never will be, and WrongState
+        if the snapshot is given up meanwhile."""
         if (saving := self.node.saving.get(image)) is None:
             return []
-        saved = await asyncio.shield(saving)
+        await asyncio.wait([saving])
         self.node.saving.pop(image, None)
+        if saving.cancelled():
+            raise WrongState("the snapshot was given up", where=Where.UNTOUCHED)
+        saved = saving.result()
         if saved.failure:
             raise GpuFailed(
                 f"the device memory of the rank is not in the image: {saved.failure}", where=Where.UNTOUCHED

@@ -1,0 +1,99 @@
+"""The device memory of a snapshot, when its image is sent: waited for, and linked instead of sent within one node."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import GpuFailed, WrongState
+from snapshotd.moves.jobs.images import StoredImages, _Sending
+from snapshotd.moves.journal import Journal, MoveLog
+from snapshotd.moves.record import Begin
+from snapshotd.moves.saved import Saved
+from snapshotd.transport.image.store import ImageStore
+
+IMAGE, TARGET = "m-000000000001", "m-000000000002"
+FILES = ["device-7-0", "device-7-1", "pages-1.img"]
+
+
+class Place:
+    """A node with the image of a snapshot."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store, self.journal = ImageStore(folder / "images"), Journal(folder / "state")
+        config = SimpleNamespace(node="a")
+        node = SimpleNamespace(
+            config=config, journal=self.journal, store=self.store, store_of=lambda _begin: self.store, saving={}
+        )
+        self.node = cast(Any, node)
+        self.log = self.begin(IMAGE, "source", "snapshot")
+        self.files = [self.store.path(IMAGE) / name for name in FILES]
+        for path in self.files:
+            path.write_bytes(path.name.encode())
+
+    def begin(self, move: str, role: str, kind: str) -> MoveLog:
+        self.store.create(move, 1)
+        where = ("train-0-01234567", "train", 0, "a", "a:1", "a", "a:1")
+        return self.journal.begin(Begin(move, role, *where, "00" * 32, "boot", 1.0, coordinator="m-c", kind=kind))
+
+    def left_to_send(self) -> list[str]:
+        request = pb.SendRequest(image=IMAGE, move=TARGET, target_node="a")
+        return [path.name for path in _Sending(self.node, self.log, request)._link_stripes(self.files)]
+
+    def images(self) -> StoredImages:
+        keepers: Any = None
+        return StoredImages(self.node, keepers)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_target_on_the_same_node_gets_links(place: Place) -> None:
+    place.begin(TARGET, "target", "")
+    for _ in range(2):  # the answer to the first attempt was lost
+        assert place.left_to_send() == ["pages-1.img"]
+    linked = [place.store.path(TARGET) / name for name in FILES[:2]]
+    assert [path.stat().st_ino for path in linked] == [path.stat().st_ino for path in place.files[:2]]
+    place.store.drop(TARGET)
+    assert [path.read_bytes() for path in place.files] == [name.encode() for name in FILES]
+
+
+def test_move_that_does_not_come_here_gets_no_links(place: Place) -> None:
+    assert place.left_to_send() == FILES
+    place.begin(TARGET, "source", "snapshot")
+    assert place.left_to_send() == FILES
+
+
+async def test_image_is_sent_when_its_device_memory_is_saved(place: Place) -> None:
+    async def save() -> Saved:
+        return Saved(5, 0.5)
+
+    place.node.saving[IMAGE] = asyncio.create_task(save())
+    (part,) = await place.images()._saved(IMAGE)
+    assert (part.name, part.bytes, part.seconds) == ("save", 5, 0.5)
+    assert await place.images()._saved(IMAGE) == []
+
+
+async def test_image_whose_device_memory_cannot_be_saved_is_not_sent(place: Place) -> None:
+    async def save() -> Saved:
+        return Saved(5, 0.5, "the copier was lost")
+
+    place.node.saving[IMAGE] = asyncio.create_task(save())
+    with pytest.raises(GpuFailed, match="the copier was lost"):
+        await place.images()._saved(IMAGE)
+
+
+async def test_image_of_a_snapshot_that_is_given_up_is_not_sent(place: Place) -> None:
+    place.node.saving[IMAGE] = saving = asyncio.create_task(asyncio.sleep(600))
+    sending = asyncio.create_task(place.images()._saved(IMAGE))
+    await asyncio.sleep(0)
+    saving.cancel()
+    with pytest.raises(WrongState, match="given up"):
+        await sending
