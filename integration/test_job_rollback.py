@@ -153,9 +153,7 @@ def test_protected_job_goes_on_after_the_node_of_its_coordinator_was_lost(torch_
         until("the first snapshot", lambda: ", paused " in said.read_text())
         (known,) = _snapshots(nodes, job.name)
         assert known["coordinator"] == SPARE
-        until("all nodes to confirm it", lambda: _snapshots(nodes, job.name)[0]["ended_unix_s"])
-        job.await_progress(3)
-        nodes.lab.crash(SPARE)
+        nodes.lab.crash(SPARE)  # a snapshot that is reported can be used at once, whichever node is lost
         until("the rollback", lambda: ", down " in said.read_text(), 300)
         assert job.where() == {0: TWO, 1: TWO, 2: ONE}, said.read_text()
         job.await_progress(3)

@@ -36,7 +36,7 @@ UNDO_S = 5.0
 AGAIN_S = 10.0
 #: For a snapshot that counts, and that a node has not confirmed: the node may be lost, and until then nothing looks for it.
 CONFIRM_S = 10.0
-#: If this process dies in the middle of a snapshot, the job stands still for so long.
+#: If this process dies in the middle of a snapshot or of a rollback, the job stands still for so long.
 LEASE_S = 15.0
 
 
@@ -215,7 +215,7 @@ class Protection:
         """Takes a snapshot; how long it paused the job, None if there is none."""
         boots = await self._boots()
         try:
-            asked = replace(self.options, confirm_s=CONFIRM_S, lease_s=min(self.options.lease_s, LEASE_S))
+            asked = replace(self.options, confirm_s=CONFIRM_S, lease_s=LEASE_S)
             result = await jobs.snapshot(self.cluster, asked, lambda event: None)
         except SnapshotError as error:
             self._no_snapshot(f"{error.message}; {error.advice}" if error.advice else error.message)
@@ -241,7 +241,7 @@ class Protection:
             self.say(f"{trouble}: rolling the job back")
         boots = await self._boots()
         try:
-            asked = replace(self.options, reason=trouble, down_for_s=down_for_s)
+            asked = replace(self.options, reason=trouble, down_for_s=down_for_s, lease_s=LEASE_S)
             result = await jobs.rollback(self.cluster, asked, lambda event: None)
         except SnapshotError as error:
             if error.message != self.refusal:
