@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import NotFound, Unreachable, WrongState
+from snapshotd.api.errors import Busy, NotFound, Unreachable, WrongState
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves.job_rules import CUT_OFF_S, FENCED_S
 from snapshotd.moves.jobs import lease, promises, records, succession
@@ -177,6 +177,30 @@ async def test_snapshot_is_settled_when_most_nodes_that_keep_it_know_that_all_ha
     assert not (await one.steps.outcome(SECOND)).settled, "a restarted daemon asks again"
     await nodes.after(1)
     assert (await one.steps.outcome(SECOND)).settled
+
+
+async def test_coordinator_that_was_down_for_long_asks_before_it_ends_ranks(nodes: Nodes) -> None:
+    one, request = nodes["node-1"], pb.MayRunRequest(rank_uids=UIDS)
+    nodes.down = {"node-1"}
+    await nodes.after(CUT_OFF_S + 5)
+    nodes.down = set()
+    one.start()
+    with pytest.raises(Busy, match="has just started"):
+        await one.steps.may_run(request)
+    await nodes.after(1)
+    assert (await one.steps.may_run(request)).ended_by == ""
+    assert one.ended == []
+
+
+async def test_coordinator_that_is_cut_off_when_it_starts_ends_ranks_soon(nodes: Nodes) -> None:
+    one, request = nodes["node-1"], pb.MayRunRequest(rank_uids=UIDS)
+    nodes.down = {"node-1"}
+    await nodes.after(CUT_OFF_S + 5)
+    nodes.down, nodes.cut = set(), {"node-2", "node-3"}
+    one.start()
+    await nodes.after(lease.STARTS_S + 1)
+    assert "cut off from most nodes" in (await one.steps.may_run(request)).ended_by
+    assert one.ended[:1] == ["train-0"]
 
 
 async def test_coordinator_that_has_lost_one_node_of_three_goes_on(nodes: Nodes) -> None:

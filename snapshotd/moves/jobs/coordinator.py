@@ -281,7 +281,12 @@ class JobSteps(Steps):
             return pb.MayRunReply(ended_by=ended_by)
         if (after := await in_thread(records.successor, self.journal, set(ranks))) is not None:
             return pb.MayRunReply(successor=after[0], successor_endpoint=after[1])
-        return pb.MayRunReply(ended_by=await in_thread(self.leases.lost, ranks))
+        lost = await in_thread(self.leases.lost, ranks)
+        if lost and self.leases.starting:  # as if it were still down: its machine is there, and the rank runs
+            raise Busy(
+                f"{self.node.config.node} has just started, and does not know yet whether it coordinates the job"
+            )
+        return pb.MayRunReply(ended_by=lost)
 
     async def outcome(self, record: str) -> pb.Outcome:
         """A resumption lets no copy run while this node may not coordinate the job. A snapshot is settled when it can be

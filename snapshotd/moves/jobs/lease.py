@@ -71,6 +71,11 @@ class Leases:
 
     # ------------------------------------------------------------------ what the coordinator may do
 
+    @property
+    def starting(self) -> bool:
+        """Whether this daemon has just started, so that it may not have asked for promises yet."""
+        return host.boottime_s() - self._started_s < STARTS_S
+
     def begins(self, record: str) -> None:
         """A snapshot begins now: its lease counts from here, although no node has promised anything yet. None of them follows
         another coordinator before it was asked."""
@@ -144,8 +149,7 @@ class Leases:
             found = await asyncio.gather(*(self._renew(one, whole, quorums[one.move]) for one, whole in needed))
             if before or self._promised_s:
                 await in_thread(self._remember)
-        fresh = host.boottime_s() - self._started_s < STARTS_S
-        lost = [one for one, whole in needed if one.committed and not fresh and not self._holds(one, whole)]
+        lost = [one for one, whole in needed if one.committed and not self.starting and not self._holds(one, whole)]
         return lost, [one for one in found if one is not None]
 
     def _quorums(self, snapshot: MoveLog, needed: Sequence[tuple[MoveLog, MoveRecord]]) -> list[list[str]]:
