@@ -57,6 +57,7 @@ class Memory:
     def __init__(self, size_bytes: int, kind: int = mmap.MAP_PRIVATE, rights: int = 0) -> None:
         rights = rights or mmap.PROT_READ | mmap.PROT_WRITE
         self.view = mmap.mmap(-1, size_bytes, flags=kind | mmap.MAP_ANONYMOUS, prot=rights)
+        self.view.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise the kernel may fill the gaps
         self.start = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
         self.end = self.start + size_bytes
 
@@ -78,7 +79,6 @@ def test_only_long_runs_of_ordinary_private_pages_are_sent_beside_criu() -> None
     shared, scattered = Memory(LEAST_BYTES, mmap.MAP_SHARED), Memory(LEAST_BYTES)
     for one in (executable, shared):
         one.view[:] = b"x" * LEAST_BYTES
-    scattered.view.madvise(mmap.MADV_NOHUGEPAGE)
     for at in range(0, LEAST_BYTES, 2 * PAGE_BYTES):
         scattered.view[at] = 1
     (found,) = large_memory.find([os.getpid()])

@@ -66,6 +66,7 @@ def test_frames_that_the_kernel_hides_are_not_compared() -> None:
 def test_what_is_read_of_a_page_is_its_frame_and_whether_it_is_in_memory() -> None:
     """The frame of a page that was written, and nothing of one that was not; no other flags, which differ after a fork."""
     memory = mmap.mmap(-1, 4 * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise the kernel may fill the other pages as well
     memory[PAGE_BYTES : 3 * PAGE_BYTES] = b"x" * 2 * PAGE_BYTES
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     with PageFrames(os.getpid()) as frames:
