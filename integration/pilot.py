@@ -68,6 +68,11 @@ class Pilot:
     def results(self) -> list[str]:
         return [state for (state,) in self.rows("SELECT state FROM moves ORDER BY rowid")]
 
+    def suspensions(self) -> list[tuple[str, str]]:
+        """The jobs that it has suspended, or tried to, and what has become of that."""
+        query = "SELECT json_extract(data, '$.job'), json_extract(data, '$.state') FROM suspensions ORDER BY rowid"
+        return [(job, state) for job, state in self.rows(query)]
+
     def verb(self, *arguments: str) -> dict[str, Any]:
         done = self.nodes.migrator(*arguments, "--state", str(self.state), "--json")
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{self.nodes.logs()}"

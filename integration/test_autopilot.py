@@ -214,9 +214,57 @@ def test_rank_leaves_a_failing_gpu_for_a_node_whose_gpu_is_free(fake_gpu_lab: Gp
     lab.ends_well(job)
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.sampled(1, group="many ranks and an autopilot")
+def test_job_of_lower_priority_is_suspended_for_a_rank_and_resumed_elsewhere(
+    fake_gpu_lab: GpuCluster, gpu_pilot: Pilot
+) -> None:
+    """Every node has one GPU, and all are in use. The autopilot is killed while it suspends, and while it resumes."""
+    lab, pilot = fake_gpu_lab, gpu_pilot
+    low, high, other = lab.job("spare-1"), lab.job("node-1"), lab.job("node-2")
+    for job in (low, high, other):
+        job.await_lines(5)
+    until("all GPUs to be in use", lambda: all(lab.used_bytes(node) for node in lab.lab.nodes))
+    jobs = "".join(f'[[jobs]]\njob = "{job.name}"\npriority = 10\n' for job in (high, other))
+    pilot.policy.write_text(f'{POLICY}\n{jobs}\n[spares]\npreempt = "suspend"\nfloating = true\n')
+    pilot.start()
+
+    lab.cluster.fault("spare-1", "job-commit", "wait")
+    pilot.kernel_says("node-1", "NVRM: Xid (PCI:0000:10:00): 79, pid='<unknown>', GPU has fallen off the bus.")
+    until("the suspension to begin", lambda: lab.cluster.fired("spare-1"))
+    pilot.kill()
+    assert pilot.suspensions() == [(low.name, "suspending")]
+    (lab.cluster.run_dir("spare-1") / "job-commit.go").touch()
+    pilot.start()
+    until("the rank to move", lambda: pilot.results()[-1:] == ["moved"])
+    assert pilot.place(high) == ["spare-1"]
+    assert pilot.suspensions()[-1] == (low.name, "suspended")
+    alert = f"suspended to make room for rank 0 of {high.name} (priority 10 > 0); no node has room for rank 0"
+    until("the alert", lambda: (alert,) in pilot.rows("SELECT text FROM alerts"))
+
+    lab.cluster.fault("spare-1", "before-send", "wait")
+    other.kill()
+    until("the resumption to begin", lambda: lab.cluster.fired("spare-1"))
+    pilot.kill()
+    assert pilot.suspensions()[-1] == (low.name, "resuming")
+    (lab.cluster.run_dir("spare-1") / "before-send.go").touch()
+    pilot.start()
+    until("the job to be resumed", lambda: pilot.suspensions()[-1] == (low.name, "resumed"))
+    assert (pilot.place(low), pilot.place(high)) == (["node-2"], ["spare-1"])
+    lab.ends_well(low, high)
+
+    found = {one["job"].partition("/")[2]: one for one in pilot.verb("report")["interruptions"]}
+    assert (found[high.name]["outcome"], found[high.name]["lost_s"]) == ("moved", 0)
+    assert (found[low.name]["outcome"], found[low.name]["target"]) == ("suspended", "node-2")
+    assert found[low.name]["lost_s"] > 0
+    assert pilot.verb("report", "verify")["valid"]
+
+
 @pytest.mark.sampled(1, group="many ranks and an autopilot")
 def test_rank_of_lower_priority_makes_room_and_both_jobs_go_on(fake_gpu_lab: GpuCluster, gpu_pilot: Pilot) -> None:
-    """Every node has two GPUs. The rank on node-1 uses both of them, and on the two others one is free."""
+    """Every node has two GPUs. The rank on node-1 uses both of them, and on the two others one is free.
+
+    The last test of this file: afterwards nodes miss a GPU, and an alarm says so."""
     lab, pilot = fake_gpu_lab, gpu_pilot
     for node in lab.lab.nodes:
         lab.give(node, *gpus(node, count=2))

@@ -23,6 +23,7 @@ class JobOptions:
     reason: str = ""  # rollback: what happened, for the history
     replayed_output: str = ""  # rollback: "suppress", "mark" or "pass"; empty: as `migrator run` was told
     down_for_s: float = 0.0  # rollback: for how long the job has not run by now, if that is known
+    record: str = ""  # the id that the coordinator journals; empty: a new one
     confirm_s: float = 60.0  # how long the daemons have to carry out a COMMIT before it is reported as not confirmed
 
 

@@ -57,6 +57,9 @@ CREATE TABLE IF NOT EXISTS alerts (about TEXT PRIMARY KEY, text TEXT NOT NULL, s
 _TABLES += """
 CREATE TABLE IF NOT EXISTS rollbacks (node TEXT NOT NULL, record TEXT NOT NULL, PRIMARY KEY (node, record)) STRICT;
 """
+_TABLES += """
+CREATE TABLE IF NOT EXISTS suspensions (id TEXT PRIMARY KEY, ended_unix_s REAL NOT NULL, data TEXT NOT NULL) STRICT;
+"""
 _TABLES += shared.TABLE
 
 

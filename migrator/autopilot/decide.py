@@ -123,6 +123,7 @@ class RankFacts:
     ordered: bool = False  # because an operator asked
     node_answers: bool = True
     moving: str = ""  # id of a move in progress
+    suspending: bool = False  # its job is being suspended or resumed
     opted_out: bool = False  # the policy excludes its job
     job_moves: str = ""  # another rank of its job that is being moved
     moved_s_ago: float | None = None  # since the autopilot last moved it
@@ -141,6 +142,8 @@ def rank_next(facts: RankFacts) -> tuple[RankDecision, str]:
         return RankDecision.STAY, "nothing is wrong where it is"
     if facts.moving:
         return RankDecision.WAIT, f"it is being moved ({facts.moving})"
+    if facts.suspending:
+        return RankDecision.WAIT, "its job is being suspended or resumed"
     if not facts.node_answers:
         return RankDecision.ALERT, f"{facts.leaves}, but its node does not answer, so it cannot be moved away"
     if facts.opted_out:

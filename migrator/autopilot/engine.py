@@ -14,7 +14,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,12 +22,14 @@ from migrator.autopilot import maintenance, mover, preempt, silence, validation
 from migrator.autopilot.decide import NodeDecision, RankDecision
 from migrator.autopilot.facts import AboutRank, about_node, about_ranks, intended, proposed
 from migrator.autopilot.maintenance import MaintenanceDecision, about_maintenance, window_at
-from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, ProposalState, Rank, World
+from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, ProposalState, Rank
 from migrator.autopilot.pace import Pace
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.progress_feed import ProgressFeed
 from migrator.autopilot.store import Store
-from migrator.autopilot.watcher import Watcher
+from migrator.autopilot.suspender import Suspender
+from migrator.autopilot.watcher import Watcher, believed
+from migrator.autopilot.world import World
 from migrator.cluster import Cluster
 from migrator.results import Event
 from snapshotd.api.errors import SnapshotError, WrongState
@@ -70,13 +72,16 @@ class Engine:
         on_phase: Callable[[str, Event], None] = lambda move, event: None,
         on_round: Callable[[World, list[AboutRank], dict[str, str]], None] = lambda world, decided, alerts: None,
     ) -> None:
-        self.cluster, self.policy, self.store, self.only_order = cluster, policy, store, only_order
+        # Only an autopilot that goes on running can resume a job later.
+        self.policy = policy.without_suspending() if only_order else policy
+        self.cluster, self.store, self.only_order = cluster, store, only_order
         self.on_phase, self.on_round = on_phase, on_round
         self._wake = asyncio.Event()
         self.watchers = {node: Watcher(cluster, node, store, self._wake.set, records=leads) for node in cluster.nodes}
         self._moving: dict[str, asyncio.Task[None]] = {}  # by the id of the move
         self._validating: dict[int, asyncio.Task[None]] = {}  # by the id of the order
         self._latest: tuple[World, float] | None = None  # of the last round, and until when viewers get it
+        self._suspender = Suspender(cluster, self.policy, store, self._look_at)
         self._silence = silence.Silence(cluster, store)
         self._progress = ProgressFeed(cluster, policy, store, self.watchers)
 
@@ -100,9 +105,10 @@ class Engine:
                 # So that rounds of a large cluster with many signals leave time for the nodes' answers and the page.
                 await asyncio.sleep(min(MOST_PAUSE_S, time.monotonic() - began_s))
                 await self._sleep(watching)
-            await asyncio.gather(*self._moving.values())
+            await asyncio.gather(*self._moving.values(), *self._suspender.tasks.values())
         finally:
-            tasks = [stopped, *watching, *self._moving.values(), *self._validating.values()]
+            acting = [*self._moving.values(), *self._suspender.tasks.values(), *self._validating.values()]
+            tasks = [stopped, *watching, *acting]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -166,6 +172,8 @@ class Engine:
         if self.only_order:
             decided = [about for about in decided if about.why.order == self.only_order]
         for about in decided:
+            if about.suspends is not None:
+                await self._suspender.begin(about.suspends)
             if about.decision is RankDecision.MOVE:
                 await self._begin(world, about)
             elif about.decision is RankDecision.ALERT and not _may_stay(world, about):
@@ -176,6 +184,8 @@ class Engine:
         await self._about_orders(world, decided)
         alerts |= await self._propose(world, decided)
         if not self.only_order:
+            acts = any(about.decision is RankDecision.MOVE or about.suspends is not None for about in decided)
+            alerts |= await self._suspender.about(world, decided, idle=not acts)
             await self.store.set_alerts(alerts, data)
         self.on_round(world, decided, alerts)
 
@@ -199,8 +209,9 @@ class Engine:
         breaker = self.policy.breaker
         window = max(breaker.window_s, breaker.rank_window_s, breaker.back_off_s, preempt.KEPT_S)
         stored = await self.store.load(now - window)
+        suspensions = await self.store.suspensions(now - window)
         ended: dict[str, list[Move]] = {}  # by rank
-        for move in stored.moves:
+        for move in (*stored.moves, *(move for one in suspensions for move in one.moves())):
             if move.state is not MoveState.INTENDED:
                 ended.setdefault(move.rank_uid, []).append(move)
         nodes: dict[str, Node] = {}
@@ -223,7 +234,8 @@ class Engine:
                 ]
                 ranks.append((asked, replace(listed, moving=listed.moving or later[-1]) if later else listed))
         alarms = tuple(alarm for alarm in stored.alarms if alarm.node in nodes)
-        return World(nodes, alarms, _believed(nodes, ranks), stored.moves, stored.orders, stored.proposals)
+        found_ranks = believed(nodes, ranks)
+        return World(nodes, alarms, found_ranks, stored.moves, stored.orders, stored.proposals, suspensions)
 
     async def _about_nodes(self, world: World) -> tuple[World, dict[str, str]]:
         """Changes the states of nodes. Returns the world after that, and alerts.
@@ -287,13 +299,17 @@ class Engine:
         self._look_again(move)
 
     def _look_again(self, move: Move) -> None:
-        for name in (move.source, move.target):
+        self._look_at((move.source, move.target))
+
+    def _look_at(self, names: Collection[str]) -> None:
+        for name in names:
             if name in self.watchers:
                 self.watchers[name].look_now()
         self._wake.set()
 
     async def _settle(self) -> None:
         """Finds out about intended moves that no task of this process drives: after a restart, or a lost outcome."""
+        await self._suspender.settle()
         for move_id, task in list(self._moving.items()):
             if task.done():
                 del self._moving[move_id]
@@ -351,6 +367,7 @@ class Engine:
             left.append("the node does not answer")
         if others := len(all_moved) - moved:
             left.insert(0, f"{others} of lower priority moved out of the way")
+        left[:0] = [f"job {one.job} suspended" for one in world.suspensions if one.order == order.id and one.counts]
         summary = "; ".join([f"{moved} rank{'' if moved == 1 else 's'} moved", *left])
         await self.store.end_order(order.id, summary)
 
@@ -365,17 +382,6 @@ class Engine:
             await self.store.set_node(order.node, NodeState.RETURNED, "validation passed")
         self.watchers[order.node].look_now()
         self._wake.set()
-
-
-def _believed(nodes: Mapping[str, Node], ranks: list[tuple[float, Rank]]) -> tuple[Rank, ...]:
-    """What nodes say of their ranks. Each speaks for itself, so a rank that two nodes claim is on both of them: neither can
-    hide it from the other, and a move asks the very node that it leaves. But a node that fell silent after a rank has left it
-    would list the rank for ever: if another one has answered later, that counts."""
-    silent = {name for name, node in nodes.items() if not node.reachable}
-    newest: dict[str, float] = {}
-    for asked, rank in ranks if silent else ():
-        newest[rank.uid] = max(asked, newest.get(rank.uid, 0.0))
-    return tuple(rank for asked, rank in ranks if rank.node not in silent or asked >= newest[rank.uid])
 
 
 def _may_stay(world: World, about: AboutRank) -> bool:

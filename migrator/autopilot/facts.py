@@ -27,7 +27,6 @@ from migrator.autopilot.model import (
     ProposalState,
     Rank,
     Severity,
-    World,
     cause_class,
 )
 from migrator.autopilot.outside import PREFIX
@@ -36,6 +35,9 @@ from migrator.autopilot.policy import Policy
 from migrator.autopilot.preempt import SHOWS_S, STALE_S, Plan, made_room, names_of, plan, taking
 from migrator.autopilot.ruled import ruled_for
 from migrator.autopilot.spares import Placement, place
+from migrator.autopilot.suspending import in_progress, to_suspend
+from migrator.autopilot.suspension import BUSY, Suspension
+from migrator.autopilot.world import World
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class AboutRank:
     why: Leave = Leave("")
     proposals: tuple[Proposal, ...] = ()  # that concern it, whether they were answered or not
     look_at: str = ""  # a node that must answer again before more can be decided
+    suspends: Suspension | None = None  # a job that is suspended first, to make room for it
 
 
 # ---------------------------------------------------------------------- nodes
@@ -135,6 +138,8 @@ def about_ranks(world: World, policy: Policy, now: float) -> list[AboutRank]:
                 decided = _make_room(world, policy, decided[0], all_leaving, list(reserved.values()), now)
             found += decided
             for about in decided:
+                if about.suspends is not None:
+                    world = replace(world, suspensions=(*world.suspensions, about.suspends))
                 if about.decision is RankDecision.MOVE:
                     world = with_move(world, about, "planned", now)
                     reserved.pop(about.rank.uid, None)
@@ -239,6 +244,7 @@ def _about_rank(
         ordered=order is not None,
         node_answers=world.nodes[rank.node].reachable,
         moving=rank.moving or next((move.id for move in mine if move.state is MoveState.INTENDED), ""),
+        suspending=any(one.state in BUSY and one.job_key == rank.job_key for one in world.suspensions),
         opted_out=not job.move and not (order is not None and order.kind == "evacuate"),
         job_moves=str(others[0].rank) if others and not job.independent else "",
         moved_s_ago=now - max(moved) if moved else None,
@@ -269,10 +275,10 @@ def _make_room(
         return [about]
     if order is not None and (order.brings_back or order.kind == "move"):
         return [about]  # it may as well stay where it is
-    would = _about_rank(world, policy, rank, why, Placement({rank.uid: "a place"}, ""), now)
-    if would.decision is not RankDecision.MOVE:
+    if not lacks_place(world, policy, about, now):
         return [about]  # something else keeps it where it is
     failed, room = failed_there(world, policy, now), made_room(world, rank, now)
+    only = targets_of(order, rank)
     held = [*reserved, *(one for one in held_from(world, policy, leaving, [rank], now) if one.rank_uid != rank.uid)]
     freed = {move.source for move in room if move.state is MoveState.MOVED and move.source in world.nodes}
     if freed:
@@ -285,15 +291,17 @@ def _make_room(
         if move.ended_unix_s and world.nodes[move.source].asked_unix_s < move.ended_unix_s + STALE_S:
             return [_waits(about, f"{move.source} has not said yet that it has room", look_at=move.source)]
     asked = tuple(one for one in world.proposals if one.key.startswith(_key(rank)))
+
+    def may_leave(one: Rank) -> bool:
+        return one not in leaving and _may_make_room(world, policy, one, _out_of_the_way(policy, one, about), now)
+
     found, reason = plan(
         world,
         policy,
         rank,
         now,
-        only={move.source for move in fresh} or targets_of(order, rank),
-        may_leave=lambda one: (
-            one not in leaving and _may_make_room(world, policy, one, _out_of_the_way(policy, one, about), now)
-        ),
+        only={move.source for move in fresh} or only,
+        may_leave=may_leave,
         failed=failed,
         rejected=lambda one: any(p.key == _key(rank, one) and p.state is ProposalState.REJECTED for p in asked),
         held=held,
@@ -301,7 +309,19 @@ def _make_room(
     if found is None:
         if fresh:
             return [_waits(about, "room is being made for it", look_at=fresh[0].source)]
-        return [replace(about, reason=f"{about.reason}, and {reason}")]
+        about = replace(about, reason=f"{about.reason}, and {reason}")
+        if policy.spares.preempt != "suspend":
+            return [about]
+        if busy := in_progress(world):
+            return [_waits(about, f"job {busy.job} is being suspended or resumed")]
+        job, reason = to_suspend(
+            world, policy, rank, now, only=only, may_leave=may_leave, failed=failed, held=held, order=why.order
+        )
+        if job is None:
+            return [replace(about, reason=f"{about.reason}; {reason}")]
+        if brake := move_brake(world, policy, now, 1):
+            return [replace(about, reason=f"{about.reason}; no job can be suspended: {brake}")]
+        return [replace(_waits(about, f"job {job.job} must be suspended first"), suspends=job)]
     brake = move_brake(world, policy, now, len(found.leave))
     if brake:
         return [replace(about, reason=f"{about.reason}; others cannot make room: {brake}")]
@@ -336,6 +356,12 @@ def _may_make_room(world: World, policy: Policy, one: Rank, why: Leave, now: flo
     """Whether nothing keeps a rank where it is, except perhaps the breaker, or a move of another rank of its job."""
     would = _about_rank(world, policy, one, why, Placement({one.uid: "a place"}, ""), now, brake="")
     return would.decision in (RankDecision.MOVE, RankDecision.WAIT)
+
+
+def lacks_place(world: World, policy: Policy, about: AboutRank, now: float) -> bool:
+    """Whether nothing keeps a rank that must leave where it is, except that no node has room for it."""
+    there = Placement({about.rank.uid: "a place"}, "")
+    return _about_rank(world, policy, about.rank, about.why, there, now).decision is RankDecision.MOVE
 
 
 def _key(rank: Rank, found: Plan | None = None) -> str:

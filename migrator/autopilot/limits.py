@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from migrator.autopilot.model import OUT, Action, Move, MoveState, Severity, World
+from migrator.autopilot.model import OUT, Action, Move, MoveState, Severity
 from migrator.autopilot.policy import Policy
+from migrator.autopilot.world import World
 
 
 def node_brake(world: World, policy: Policy, now: float) -> str:
@@ -47,8 +48,12 @@ def move_brake(world: World, policy: Policy, now: float, more: int = 0) -> str:
     window = policy.breaker.window_s
     counted = (MoveState.INTENDED, MoveState.MOVED, MoveState.UNDONE)
     begun = [move for move in recent(world.moves, now, window) if _counts(move) and move.state in counted]
-    if len(begun) + more >= policy.breaker.moves:
-        return f"{len(begun)} moves were begun within {window:.0f} s, and the policy allows {policy.breaker.moves}"
+    suspended = [one for one in world.suspensions if one.counts and now - one.intended_unix_s <= window]
+    if len(begun) + len(suspended) + more >= policy.breaker.moves:
+        jobs = f", and {len(suspended)} jobs suspended," if suspended else ""
+        return (
+            f"{len(begun)} moves were begun{jobs} within {window:.0f} s, and the policy allows {policy.breaker.moves}"
+        )
     return ""
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from migrator.autopilot.model import OUT, NodeState, Order, World
+from migrator.autopilot.model import OUT, NodeState, Order
 from migrator.autopilot.policy import Maintenance, Policy
+from migrator.autopilot.world import World
 
 #: In whose name the calendar gives orders.
 CALENDAR = "the maintenance calendar"

@@ -17,16 +17,19 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from migrator.autopilot.chain import Record
 from migrator.autopilot.decide import RankDecision
 from migrator.autopilot.facts import AboutRank
-from migrator.autopilot.model import Action, MoveState, NodeState, World
+from migrator.autopilot.model import Action, MoveState, NodeState
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.spares import free_spares
 from migrator.autopilot.store import Store
+from migrator.autopilot.suspension import SuspensionState
+from migrator.autopilot.world import World
 from snapshotd.api import version
 
 _PAUSES_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 SIGNAL_OUTCOMES = ("raised", "repeated", "cleared", "unchanged", "unknown_node", "refused", "unauthorised")
 #: How many records are read at a time, so that a long log does not block the loop.
 _PAGE = 1000
+_JOB_DECISIONS = {SuspensionState.SUSPENDING: "suspend", SuspensionState.RESUMING: "resume"}
 
 
 class Metrics:
@@ -77,7 +80,7 @@ class Metrics:
         for outcome in MoveState:
             if outcome is not MoveState.INTENDED:
                 self._moves.labels(outcome=_label(outcome))
-        for decision in ("move", "alert", *NodeState):
+        for decision in ("move", *_JOB_DECISIONS.values(), "alert", *NodeState):
             if decision is not NodeState.VALIDATING:  # an operator's order
                 self._decisions.labels(decision=decision)
         for name in SIGNAL_OUTCOMES:
@@ -107,6 +110,8 @@ class Metrics:
                 self._pauses.observe(float(data["pause_s"]))
         elif record.kind == "intent":
             self._decisions.labels(decision="move").inc()
+        elif record.kind == "suspension" and data["state"] in _JOB_DECISIONS:
+            self._decisions.labels(decision=_JOB_DECISIONS[SuspensionState(data["state"])]).inc()
         elif record.kind == "alert":
             self._decisions.labels(decision="alert").inc()
         elif record.kind == "state" and data["by"] == "autopilot":

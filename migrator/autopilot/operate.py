@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from migrator.autopilot.model import OUT, NodeState, Order, World
+from migrator.autopilot.model import OUT, NodeState, Order
 from migrator.autopilot.store import Store
+from migrator.autopilot.world import World
 from snapshotd.api.errors import WrongState
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from migrator.autopilot.limits import recent
-from migrator.autopilot.model import FAILED, Move, Order, Rank, World
+from migrator.autopilot.model import FAILED, Move, Order, Rank
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.preempt import held_places, taking
 from migrator.autopilot.spares import Placement, place
+from migrator.autopilot.world import World
 
 
 def targets_of(order: Order | None, rank: Rank) -> tuple[str, ...]:

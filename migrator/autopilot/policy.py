@@ -119,7 +119,9 @@ class Spares(msgspec.Struct, frozen=True):
     floating: Annotated[bool, Meta(description="true or false")] = False
     rack: Annotated[str, Meta(pattern="^(ignore|prefer|require)$", description="ignore, prefer or require")] = "prefer"
     gang: Annotated[str, Meta(pattern="^(prefer|require)$", description="prefer or require")] = "prefer"
-    preempt: Annotated[str, Meta(pattern="^(never|propose|move)$", description="never, propose or move")] = "never"
+    preempt: Annotated[
+        str, Meta(pattern="^(never|propose|move|suspend)$", description="never, propose, move or suspend")
+    ] = "never"
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -198,6 +200,12 @@ class Policy(msgspec.Struct, frozen=True):
     def job_for(self, rank: Rank) -> Job:
         """The first table that matches the rank's job, or else the defaults."""
         return next((job for job in self.jobs if job.matches(rank)), Job("*"))
+
+    def without_suspending(self) -> Policy:
+        """The same policy, by which ranks are moved to make room, and no job is suspended."""
+        if self.spares.preempt != "suspend":
+            return self
+        return msgspec.structs.replace(self, spares=msgspec.structs.replace(self.spares, preempt="move"))
 
     def in_hours(self, rule: Rule, now: float) -> bool:
         """Whether the rule may act now. A rule without hours always may."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from migrator.autopilot.model import Gpu, Move, MoveState, Node, NodeState, Rank, World
+from migrator.autopilot.model import Gpu, Move, MoveState, Node, NodeState, Rank
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.spares import (
     Room,
@@ -24,6 +24,7 @@ from migrator.autopilot.spares import (
     too_few_gpus,
     unfit,
 )
+from migrator.autopilot.world import World
 
 #: How long a freed place is kept for the rank that it was made for.
 KEPT_S = 3600.0
@@ -56,7 +57,7 @@ def made_room(world: World, rank: Rank, now: float) -> list[Move]:
     kept = (MoveState.INTENDED, MoveState.MOVED)
     return [
         move
-        for move in world.moves
+        for move in (*world.moves, *world.shifts)
         if move.makes_room_for == rank.uid
         and move.state in kept
         and (not move.ended_unix_s or (move.ended_unix_s > last and now - move.ended_unix_s <= KEPT_S))
@@ -66,7 +67,7 @@ def made_room(world: World, rank: Rank, now: float) -> list[Move]:
 def held_places(world: World, ranks: Iterable[Rank], now: float) -> list[Move]:
     """The freed places of ranks that have not begun to move, as moves that will take them."""
     moving = {(move.rank_uid, move.source) for move in world.running}
-    if not any(move.makes_room_for for move in world.moves):
+    if not any(move.makes_room_for for move in (*world.moves, *world.shifts)):
         return []
     freed = [
         (rank, move)
@@ -113,16 +114,9 @@ def plan(
     """
     source, room = world.nodes[rank.node], made_room(world, rank, now)
     spares = _Spares.of(world, policy, held)
-    lower = _lower(world, policy, rank)
-    usable = [
-        node
-        for name in {*lower, *(move.source for move in room)} & (set(only) or world.nodes.keys())
-        if (node := world.nodes[name]).state is NodeState.HEALTHY
-        and name != source.name
-        and not unfit(node, source, policy.spares, (name,))
-        and not too_few_gpus(node, source, rank)
-        and not failed(rank, name)
-    ]
+    lower = lower_ranks(world, policy, rank)
+    names = {*lower, *(move.source for move in room)} & (set(only) or world.nodes.keys())
+    usable = usable_nodes(world, policy, rank, names, failed)
     sources = {move.source for move in room}
 
     def promising(node: Node) -> tuple[Any, ...]:
@@ -132,7 +126,7 @@ def plan(
     found: list[tuple[bool, int, tuple[Any, ...], Node, list[Rank]]] = []
     for node in sorted(usable, key=promising):
         gone = {move.rank_uid for move in room if move.source == node.name}
-        chosen = _fewest(world, rank, node, lower.get(node.name, []), gone, may_leave, held)
+        chosen = fewest(world, rank, node, lower.get(node.name, []), gone, may_leave, held)
         if chosen is not None:
             found.append((not gone, len(chosen), preference(node, source), node, chosen))
         if len(found) == TRIED:
@@ -152,6 +146,22 @@ def plan(
     return None, reason
 
 
+def usable_nodes(
+    world: World, policy: Policy, rank: Rank, names: Iterable[str], failed: Callable[[Rank, str], bool]
+) -> list[Node]:
+    """Those of the named nodes that suit the rank, whatever is free there."""
+    source = world.nodes[rank.node]
+    return [
+        node
+        for name in names
+        if (node := world.nodes[name]).state is NodeState.HEALTHY
+        and name != source.name
+        and not unfit(node, source, policy.spares, (name,))
+        and not too_few_gpus(node, source, rank)
+        and not failed(rank, name)
+    ]
+
+
 @dataclass(frozen=True)
 class _Spares:
     """The spares that can be used. Of a cluster in need most have no free GPU: these need not be tried for most ranks."""
@@ -169,7 +179,7 @@ class _Spares:
         return self.with_gpus if rank.gpus else self.usable
 
 
-def _lower(world: World, policy: Policy, rank: Rank) -> dict[str, list[tuple[int, Rank]]]:
+def lower_ranks(world: World, policy: Policy, rank: Rank) -> dict[str, list[tuple[int, Rank]]]:
     """The ranks whose jobs have a lower priority, by node, with their priority."""
     priorities: dict[tuple[str, int], int] = {}  # a job is looked up once, and not once for each of its ranks
     mine = policy.job_for(rank).priority
@@ -188,7 +198,7 @@ def names_of(ranks: Sequence[Rank]) -> str:
     return " and ".join(f"rank {rank.rank} of {rank.job}" for rank in ranks)
 
 
-def _fewest(
+def fewest(
     world: World,
     rank: Rank,
     node: Node,

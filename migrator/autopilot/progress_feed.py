@@ -12,11 +12,12 @@ import time
 from collections.abc import Mapping
 
 from migrator.autopilot import convert
-from migrator.autopilot.model import Alarm, World
+from migrator.autopilot.model import Alarm
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.progress import HORIZON_S, Jobs
 from migrator.autopilot.store import Store
 from migrator.autopilot.watcher import Watcher
+from migrator.autopilot.world import World
 from migrator.cluster import Cluster
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient, UnknownMethod

@@ -1,8 +1,9 @@
 """The record in numbers: every interruption with its cause, decision and pause, and what moving ranks has saved. Pure.
 
-An interruption is one rank that had to leave its node for one cause, or a job that was rolled back. It is resolved without
-lost progress if the rank was moved: a move continues in the middle of a step. A rollback is not: work was lost. Everything
-here is computed from the records of the event log, which can be verified.
+An interruption is one rank that had to leave its node for one cause, or a job that was rolled back, or suspended to make
+room for a rank. It is resolved without lost progress if the rank was moved: a move continues in the middle of a step. A
+rollback is not: work was lost. Nor is a suspension: the time until the job is resumed is lost. Everything here is computed
+from the records of the event log, which can be verified.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any
 
 from migrator.autopilot.chain import Record
 from migrator.autopilot.model import OUT, MoveState, NodeState
+from migrator.autopilot.suspension import SuspensionState
 
 CLASSES = ("hardware", "network", "planned", "software", "unknown")
 ALL_RANKS = -1
 ROLLED_BACK = "rolled back"
+SUSPENDED = "suspended"
 _UP = {NodeState.HEALTHY, NodeState.RETURNED, NodeState.SUSPECT}
 
 
@@ -31,13 +34,15 @@ class Interruption:
     detected_unix_s: float
     decided_unix_s: float = 0.0
     ended_unix_s: float = 0.0
-    outcome: str = "waiting"  # moved, lost, moving, not moved, rolled back, or waiting
+    outcome: str = "waiting"  # moved, lost, moving, not moved, rolled back, (not) suspended, or waiting
     target: str = ""
     attempts: int = 0
     pause_s: float = 0.0
     gpus: int = 0
     text: str = ""  # the reason of the decision, or why nothing could be done
-    lost_s: float | None = 0.0  # of a rollback: the work that was lost; None: unknown how much
+    lost_s: float | None = (
+        0.0  # of a rollback: the work that was lost (None: unknown how much); of a suspension: the time
+    )
     moves: list[str] = field(default_factory=list)
 
     @property
@@ -90,6 +95,10 @@ class Report:
     def rollbacks(self) -> list[Interruption]:
         return [one for one in self.interruptions if one.outcome == ROLLED_BACK]
 
+    @property
+    def suspensions(self) -> list[Interruption]:
+        return [one for one in self.interruptions if one.outcome == SUSPENDED]
+
     def to_json(self) -> dict[str, Any]:
         return {
             "since_unix_s": round(self.since_unix_s, 3),
@@ -100,7 +109,8 @@ class Report:
             "gpu_seconds": round(self.gpu_seconds, 3),
             "saved_gpu_hours": round(self.saved_gpu_hours, 3),
             "rollbacks": len(self.rollbacks),
-            "lost_s": round(sum(one.lost_s or 0.0 for one in self.rollbacks), 3),
+            "suspensions": len(self.suspensions),
+            "lost_s": round(sum(one.lost_s or 0.0 for one in (*self.rollbacks, *self.suspensions)), 3),
             "checkpoint_minutes": self.checkpoint_minutes,
             "restart_minutes": self.restart_minutes,
             "nodes": [asdict(node) for node in self.nodes],
@@ -124,6 +134,9 @@ def build(
         if max(one.decided_unix_s, one.detected_unix_s, one.ended_unix_s) >= since_unix_s
         and job in ("", one.job, one.job.partition("/")[2])
     ]
+    for one in found:
+        if one.outcome == SUSPENDED and not one.ended_unix_s:
+            one.pause_s = one.lost_s = round(max(0.0, until_unix_s - one.decided_unix_s), 3)
     by_class = {name: _share(one for one in found if one.cause_class == name) for name in CLASSES}
     lost_minutes = checkpoint_minutes / 2 + restart_minutes  # on average half an interval is computed again
     saved = sum(
@@ -168,6 +181,8 @@ def interruptions(records: Iterable[Record]) -> list[Interruption]:
             one.text = data["result"] or one.text
         elif record.kind == "rollback":
             found["", record.node, data["record"]] = _rolled_back(data)
+        elif record.kind == "suspension":
+            found["", "suspended", data["id"]] = _suspended(data, record.text)
         elif record.kind == "alert" and "rank_uid" in data:
             one = found.setdefault(_key(data), _new(data))
             one.text = record.text.partition(": ")[2]
@@ -210,6 +225,31 @@ def _rolled_back(data: dict[str, Any]) -> Interruption:
         pause_s=data["down_s"],
         text=data["text"],
         lost_s=data["lost_s"],
+    )
+
+
+def _suspended(data: dict[str, Any], text: str) -> Interruption:
+    """What is lost of one that has not ended depends on when the report is made: see `build`."""
+    failed = data["state"] in (SuspensionState.NOT_SUSPENDED, SuspensionState.NEVER_BEGAN)
+    ended = data["ended_unix_s"]
+    lost_s = round(max(0.0, ended - data["intended_unix_s"]), 3) if ended and not failed else 0.0
+    resumed = data["state"] == SuspensionState.RESUMED
+    return Interruption(
+        rank_uid="",
+        job=data["job_key"],
+        rank=ALL_RANKS,
+        node=data["node"],
+        cause=data["reason"],
+        cause_class="planned",
+        detected_unix_s=data["intended_unix_s"],
+        decided_unix_s=data["intended_unix_s"],
+        ended_unix_s=ended,
+        outcome="not suspended" if failed else SUSPENDED,
+        target=", ".join(dict.fromkeys(rank["target"] for rank in data["ranks"])) if resumed else "",
+        pause_s=lost_s,
+        gpus=sum(len(rank["gpus"]) for rank in data["ranks"]),
+        text=text.partition(": ")[2],
+        lost_s=lost_s,
     )
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from migrator.autopilot.decide import StragglerFacts, straggler_waits
-from migrator.autopilot.model import Action, Alarm, Loss, Move, MoveState, Proposal, World
+from migrator.autopilot.model import Action, Alarm, Loss, Move, MoveState, Proposal
 from migrator.autopilot.policy import Policy, Rule
+from migrator.autopilot.world import World
 
 _STRENGTH = list(Action)
 

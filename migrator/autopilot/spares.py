@@ -16,8 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from migrator.autopilot.model import Gpu, Move, MoveState, Node, NodeState, Rank, World
+from migrator.autopilot.model import Gpu, Move, MoveState, Node, NodeState, Rank
 from migrator.autopilot.policy import Spares
+from migrator.autopilot.world import World
 
 
 @dataclass
@@ -146,7 +147,9 @@ def preference(node: Node, source: Node) -> tuple[bool, bool, int, str]:
 def room_on(world: World, node: Node, held: Collection[Move] = ()) -> Room:
     """What is free on a node, without what intended moves will take, or have taken since it was asked."""
     free = [gpu for gpu in node.gpus if gpu.free]
-    coming = [move for move in (*world.moves, *held) if move.target == node.name and _is_coming(move, node)]
+    coming = [
+        move for move in (*world.moves, *world.shifts, *held) if move.target == node.name and _is_coming(move, node)
+    ]
     taken = sum(move.gpus for move in coming)
     return Room(free[taken:], node.memory_free_bytes - sum(move.memory_bytes for move in coming))
 

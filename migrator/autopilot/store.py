@@ -20,6 +20,7 @@ from migrator.autopilot.model import OUT, Alarm, HealthReport, Move, MoveState, 
 from migrator.autopilot.outside_alarms import OutsideAlarms
 from migrator.autopilot.proposals import Proposals
 from migrator.autopilot.rollbacks import RollbackRecords
+from migrator.autopilot.suspension_records import SuspensionRecords
 from snapshotd.api.errors import WrongState
 
 T = TypeVar("T", Alarm, Move)
@@ -50,7 +51,7 @@ class Stored:
     proposals: tuple[Proposal, ...] = ()  # those whose cause is still there, answered or not
 
 
-class Store(Proposals, OutsideAlarms, RollbackRecords):
+class Store(Proposals, OutsideAlarms, RollbackRecords, SuspensionRecords):
     """The current state, with everything that changes it."""
 
     def __init__(self, *given: Any) -> None:

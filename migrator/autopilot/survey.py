@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 
 from migrator.autopilot.engine import Engine
-from migrator.autopilot.model import World
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.store import Store
+from migrator.autopilot.world import World
 from migrator.cluster import Cluster
 from snapshotd.api.errors import SnapshotError
 

@@ -18,11 +18,11 @@ from migrator.autopilot.chain import Record
 from migrator.autopilot.engine import Engine
 from migrator.autopilot.facts import AboutRank
 from migrator.autopilot.leader import Term
-from migrator.autopilot.model import World
 from migrator.autopilot.pace import Pace
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.shared import TermOver
 from migrator.autopilot.store import Store
+from migrator.autopilot.world import World
 from migrator.cluster import Cluster
 from migrator.results import Event
 from snapshotd.api.errors import BadConfig, SnapshotError

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,3 +178,14 @@ class Watcher:
             for task in (poll, needed):
                 task.cancel()
             await asyncio.gather(poll, needed, return_exceptions=True)
+
+
+def believed(nodes: Mapping[str, Node], ranks: list[tuple[float, Rank]]) -> tuple[Rank, ...]:
+    """What nodes say of their ranks. Each speaks for itself, so a rank that two nodes claim is on both of them: neither can
+    hide it from the other, and a move asks the very node that it leaves. But a node that fell silent after a rank has left it
+    would list the rank for ever: if another one has answered later, that counts."""
+    silent = {name for name, node in nodes.items() if not node.reachable}
+    newest: dict[str, float] = {}
+    for asked, rank in ranks if silent else ():
+        newest[rank.uid] = max(asked, newest.get(rank.uid, 0.0))
+    return tuple(rank for asked, rank in ranks if rank.node not in silent or asked >= newest[rank.uid])

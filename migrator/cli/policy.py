@@ -12,9 +12,9 @@ from migrator.cli import arguments, output, state
 
 if TYPE_CHECKING:
     from migrator.autopilot.facts import AboutNode, AboutRank
-    from migrator.autopilot.model import World
     from migrator.autopilot.policy import Maintenance, Policy
     from migrator.autopilot.ruled import Ruled
+    from migrator.autopilot.world import World
     from migrator.cluster import Cluster
 
 

@@ -198,6 +198,7 @@ def _headlines(made: Report) -> list[tuple[str, str]]:
         ("the same without software faults", _percent(made.without_software)),
         *((f"  {name}", _percent(share)) for name, share in made.by_class.items()),
         *([("work lost in rollbacks", _lost(made))] if made.rollbacks else []),
+        *([("time lost by suspended jobs", _suspended(made))] if made.suspensions else []),
         ("GPU-seconds that jobs waited for moves", f"{made.gpu_seconds:.1f}"),
         (f"GPU-hours saved ({basis})", f"{made.saved_gpu_hours:.1f}"),
     ]
@@ -207,6 +208,11 @@ def _lost(made: Report) -> str:
     known = [one.lost_s for one in made.rollbacks if one.lost_s is not None]
     more = " and more" if len(known) < len(made.rollbacks) else ""
     return f"{sum(known):.0f} s{more} ({len(made.rollbacks)} rollback{'' if len(made.rollbacks) == 1 else 's'})"
+
+
+def _suspended(made: Report) -> str:
+    count = len(made.suspensions)
+    return f"{sum(one.lost_s or 0.0 for one in made.suspensions):.0f} s ({count} suspension{'' if count == 1 else 's'})"
 
 
 def _node_rows(made: Report) -> list[tuple[str, ...]]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from migrator.cli import arguments, output, state
 
 if TYPE_CHECKING:
-    from migrator.autopilot.model import World
     from migrator.autopilot.policy import Policy
+    from migrator.autopilot.world import World
     from migrator.cluster import Cluster
     from snapshotd.api.errors import SnapshotError
 

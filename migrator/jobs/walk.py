@@ -40,7 +40,7 @@ class JobRun(ABC):
     ) -> None:
         self.cluster, self.options, self.job, self.user_id = cluster, options, job, user_id
         self.reporter = Reporter(on_event)
-        self.record = new_id()
+        self.record = options.record or new_id()
         self.coordinator = ""  # node
         self.participants: list[pb.Participant] = []
         self.nodes: list[pb.NodeAddresses] = []

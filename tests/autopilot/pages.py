@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 from starlette.routing import Route
 
 from migrator.autopilot import chain
-from migrator.autopilot.model import World
 from migrator.autopilot.pace import Pace
 from migrator.autopilot.page.access import Tokens
 from migrator.autopilot.page.feed import Feed
@@ -27,6 +26,7 @@ from migrator.autopilot.page.serving import Place, serving
 from migrator.autopilot.page.view import Phases
 from migrator.autopilot.policy import Spares
 from migrator.autopilot.store import Store
+from migrator.autopilot.world import World
 from tests.autopilot import worlds
 
 TOKEN = "0123456789abcdef" * 4

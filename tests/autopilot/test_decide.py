@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from migrator.autopilot.decide import NodeDecision, NodeFacts, RankDecision, RankFacts, node_next, rank_next
 from migrator.autopilot.facts import about_node, about_ranks
 from migrator.autopilot.limits import systematic
-from migrator.autopilot.model import FAILED, Action, MoveState, Node, NodeState, Order, Severity, World
+from migrator.autopilot.model import FAILED, Action, MoveState, Node, NodeState, Order, Severity
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.ruled import ruled
+from migrator.autopilot.world import World
 from tests.autopilot.worlds import NOW, TAINTED, acting, alarm, move, node, rank, world
 
 S, D = NodeState, NodeDecision

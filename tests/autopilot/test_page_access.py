@@ -14,9 +14,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from migrator import pki
-from migrator.autopilot.model import NodeState, World
+from migrator.autopilot.model import NodeState
 from migrator.autopilot.page.access import Tokens
 from migrator.autopilot.page.serving import Place, _origin
+from migrator.autopilot.world import World
 from snapshotd.api.errors import BadConfig, Usage
 from tests.autopilot.pages import LIMIT_S, TOKEN, Answer, Page, news, served, small
 from tests.autopilot.test_engine import until

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from migrator.autopilot.model import Loss, MoveState, NodeState, Order, Proposal, World
+from migrator.autopilot.model import Loss, MoveState, NodeState, Order, Proposal
 from migrator.autopilot.pace import Pace, Period
 from migrator.autopilot.page import job_records
 from migrator.autopilot.page.jobs import RANKS
+from migrator.autopilot.world import World
 from tests.autopilot import worlds
 from tests.autopilot.pages import Page, served
 from tests.autopilot.test_engine import until

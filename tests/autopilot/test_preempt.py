@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from migrator.autopilot.decide import RankDecision
 from migrator.autopilot.facts import AboutRank, about_ranks, intended, proposed, with_move
-from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, Proposal, ProposalState, Rank, World
+from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, Proposal, ProposalState, Rank
 from migrator.autopilot.policy import Policy
+from migrator.autopilot.world import World
 from snapshotd.api.errors import Unreachable
 from tests.autopilot.conftest import PilotCluster
 from tests.autopilot.test_engine import alerts, results, running, until

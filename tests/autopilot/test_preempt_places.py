@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from migrator.autopilot.facts import about_ranks
-from migrator.autopilot.model import MoveState, World
+from migrator.autopilot.model import MoveState
 from migrator.autopilot.policy import Policy
+from migrator.autopilot.world import World
 from tests.autopilot.worlds import NOW, TAINTED, acting, alarm, gpu, move, node, rank, world
 
 

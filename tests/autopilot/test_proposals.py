@@ -9,10 +9,11 @@ import pytest
 
 from migrator.autopilot.decide import NodeDecision
 from migrator.autopilot.facts import about_node, proposed
-from migrator.autopilot.model import NodeState, Proposal, ProposalState, World
+from migrator.autopilot.model import NodeState, Proposal, ProposalState
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.ruled import ruled_for
 from migrator.autopilot.store import Store
+from migrator.autopilot.world import World
 from snapshotd.api.errors import NotFound, WrongState
 from tests.autopilot.conftest import PilotCluster
 from tests.autopilot.test_engine import alerts, results, running, until

@@ -17,9 +17,10 @@ from migrator.autopilot import convert, silence
 from migrator.autopilot.decide import RankDecision
 from migrator.autopilot.engine import Engine
 from migrator.autopilot.facts import AboutRank
-from migrator.autopilot.model import Move, Node, NodeState, Rank, World
+from migrator.autopilot.model import Move, Node, NodeState, Rank
 from migrator.autopilot.store import Store
 from migrator.autopilot.watcher import Sighting
+from migrator.autopilot.world import World
 from migrator.cluster import Cluster
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Timeout

@@ -13,7 +13,7 @@ import pytest
 
 from migrator.autopilot import actor
 from migrator.autopilot.engine import Engine
-from migrator.autopilot.model import World
+from migrator.autopilot.world import World
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import BadConfig, Busy, Damaged, NotFound, Refused, Usage, WrongState
 from tests.autopilot.conftest import PilotCluster, until

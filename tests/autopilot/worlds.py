@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from migrator.autopilot import policy
-from migrator.autopilot.model import Alarm, Gpu, Move, MoveState, Node, NodeState, Proposal, Rank, Severity, World
+from migrator.autopilot.model import Alarm, Gpu, Move, MoveState, Node, NodeState, Proposal, Rank, Severity
+from migrator.autopilot.world import World
 
 NOW = 1_800_000_000.0
 GIB = 1 << 30

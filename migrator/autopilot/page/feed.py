@@ -21,12 +21,12 @@ from typing import Any
 
 import msgspec
 
-from migrator.autopilot.model import World
 from migrator.autopilot.pace import Pace
 from migrator.autopilot.page import jobs, view
 from migrator.autopilot.page.tally import Tally
 from migrator.autopilot.policy import Spares
 from migrator.autopilot.store import Store
+from migrator.autopilot.world import World
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from migrator.autopilot.model import Alarm, Move, NodeState, Rank, World
+from migrator.autopilot.model import Alarm, Move, NodeState, Rank
 from migrator.autopilot.pace import POINT_S, Pace
 from migrator.autopilot.report import Interruption
+from migrator.autopilot.world import World
 
 #: Ranks and moves that are shown at a time. Of a larger job, those in trouble come first; `find` reaches the others.
 RANKS, MOVES = 256, 10

@@ -22,7 +22,7 @@ CHUNK = 2000
 #: Nodes with the most failures that are shown.
 LEMONS = 5
 #: Records that report.interruptions() uses.
-_KINDS = frozenset({"intent", "result", "alert", "alert-over", "rollback"})
+_KINDS = frozenset({"intent", "result", "alert", "alert-over", "rollback", "suspension"})
 
 
 class Tally:

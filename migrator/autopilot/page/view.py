@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from migrator.autopilot.chain import Record
-from migrator.autopilot.model import Alarm, Move, MoveState, Node, NodeState, Rank, World
+from migrator.autopilot.model import Alarm, Move, MoveState, Node, NodeState, Rank
 from migrator.autopilot.policy import Spares
 from migrator.autopilot.spares import free_spares
+from migrator.autopilot.world import World
 from migrator.results import Event
 
 #: Ended moves that are shown.

@@ -4,7 +4,7 @@ import { badge, duration, find, list, made, make, moment, plural } from "./dom.j
 import { lines } from "./timeline.js";
 
 const REFRESH_MS = 5000; // the counters of jobs are asked that often
-const OUTCOMES = { moved: "moved", "rolled back": "lost", moving: "validating", lost: "lost", "not moved": "undone", waiting: "refused" };
+const OUTCOMES = { moved: "moved", "rolled back": "lost", suspended: "lost", "not suspended": "undone", moving: "validating", lost: "lost", "not moved": "undone", waiting: "refused" };
 
 let shown = ""; // the key of the job
 let facts = null;
@@ -58,7 +58,7 @@ const alarm = (one) => made("li", "", made("div", "line", make("strong", `rank $
 
 function move(one) {
   const where = one.target ? `${one.source} → ${one.target}` : `stays on ${one.source}`;
-  const title = one.rank < 0 ? "all ranks" : `rank ${one.rank}: ${where}`; // a rollback is of the whole job
+  const title = one.rank < 0 ? "all ranks" : `rank ${one.rank}: ${where}`; // a rollback or suspension is of the whole job
   const pause = one.pause_s === null ? "" : `, paused for ${number(one.pause_s)} s`;
   return made("li", "", made("div", "line", make("strong", title), badge(one.outcome, OUTCOMES[one.outcome])),
     make("div", `${moment(one.unix_s)}${pause}`, "why"), make("div", one.text, "why"));

@@ -9,6 +9,7 @@ const KINDS = {
   intent: ["Move begins", "moves", "begin"],
   result: ["Move ended", "moves", "good"],
   rollback: ["Rolled back", "moves", "bad"],
+  suspension: ["Suspension", "moves", "bad"],
   order: ["Order", "nodes", "order"],
   "order-ended": ["Order ended", "nodes", "order"],
   alert: ["Needs a person", "alerts", "alert"],
