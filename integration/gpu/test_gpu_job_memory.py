@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.t
 
 FOLDER = Path(__file__).parents[1] / ".work" / "gpu"
 LARGE_GIB = os.environ.get("SNAPSHOT_GPU_JOB_GIB", "8")
-LARGE = ("--gib", LARGE_GIB, "--steps", str(2 * STEPS))
+LARGE = ("--gib", LARGE_GIB, "--steps", str(STEPS))
 #: Takes all but some of the GPU's memory until its stdin is closed.
 HOG = """
 import sys, torch

@@ -175,8 +175,17 @@ async def test_memory_is_copied_while_the_rank_waits_if_the_gpu_has_no_room(rank
     assert (rank.held.copied, rank.whole()) == (1, True)
 
 
-async def test_memory_that_has_grown_since_is_copied_while_the_rank_waits(rank: Rank) -> None:
+async def test_memory_that_has_grown_a_little_since_still_has_room(rank: Rank) -> None:
     await rank.into.choose_place(GPU, sum(SIZES) - 1)
+    rank.into.begin([rank.striped])
+    await rank.into.copied()
+    assert rank.held.copied == 0
+    assert rank.node.gpu_copies == {MOVE: (GPU, sum(SIZES) - 1 + rank.card.memory_bytes // LEFT_FREE // 2)}
+
+
+async def test_memory_that_has_grown_much_since_is_copied_while_the_rank_waits(rank: Rank) -> None:
+    rank.card.memory_bytes = 2 * LEFT_FREE
+    await rank.into.choose_place(GPU, sum(SIZES) - 2)
     rank.into.begin([rank.striped])
     await rank.into.copied()
     assert (rank.held.copied, rank.node.gpu_copies) == (1, {})

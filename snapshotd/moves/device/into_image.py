@@ -32,7 +32,8 @@ from snapshotd.runtime.faults import Point, reach
 
 log = logging.getLogger(__name__)
 
-#: The part of a GPU's memory that stays free beside a copy, for what the job allocates meanwhile.
+#: The part of a GPU's memory that stays free beside a copy, for what the job allocates meanwhile. Up to half of it may be
+#: what the job has allocated between this decision and the cut: then the copy is larger.
 LEFT_FREE = 16
 
 
@@ -56,12 +57,16 @@ class IntoImage:
         inventory = await self._node.gpus.inventory(fresh=True)
         card = next((card for card in inventory.gpus if card.uuid == gpu), None)
         if card is None:
+            log.warning(
+                "the driver does not list GPU %s: its memory is written to host memory while the rank waits", gpu
+            )
             return
         planned = sum(size for uuid, size in self._node.gpu_copies.values() if uuid == gpu)
-        kept_bytes = planned + self._node.caches_left.get(move, 0) + card.memory_bytes // LEFT_FREE
+        left_bytes = card.memory_bytes // LEFT_FREE
+        kept_bytes = planned + self._node.caches_left.get(move, 0) + left_bytes
         if card.memory_free_bytes - kept_bytes >= wanted_bytes:
-            self._planned_bytes = wanted_bytes
-            self._node.gpu_copies[move] = gpu, wanted_bytes
+            self._planned_bytes = wanted_bytes + left_bytes // 2
+            self._node.gpu_copies[move] = gpu, self._planned_bytes
         else:
             log.info(
                 "a copy of %d MiB has no room on GPU %s (%d MiB are free): it is written to host memory while the rank waits",
@@ -73,7 +78,10 @@ class IntoImage:
     def begin(self, striped: Sequence[Striped]) -> None:
         """All of it is off the GPU's processes: in files, or handed over."""
         self._striped = list(striped)
-        if sum(one.bytes for one in striped if one.hold is not None) > self._planned_bytes:
+        handed_bytes = sum(one.bytes for one in striped if one.hold is not None)
+        if handed_bytes > self._planned_bytes:
+            if self._planned_bytes:
+                log.info("%d MiB were handed over, more than the GPU has room for", handed_bytes >> 20)
             self._no_room()
             self._copies = [asyncio.create_task(self._copy(one)) for one in striped if one.hold is not None]
 
