@@ -151,6 +151,11 @@ class Move:
         """The pause that was predicted; 0: none was."""
         return max(view.record.predicted_s for view in self.views)
 
+    @property
+    def handed_over_bytes(self) -> int:
+        """Device memory that was not sent, because source and target use the same GPU."""
+        return max(view.record.handed_over_bytes for view in self.views)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "move": self.id,
@@ -171,6 +176,7 @@ class Move:
             "pause_s": round(self.pause_s, 4),
             "predicted_s": round(self.predicted_s, 4),
             "bytes": self.bytes,
+            "handed_over_bytes": self.handed_over_bytes,
             "views": [
                 {
                     "node": view.node,

@@ -41,6 +41,10 @@ class Event:
     text: str
 
 
+#: The part of a move in which the target takes device memory over where it is (snapshotd/moves/device/takeover.py).
+TAKE_OVER = "take-over"
+
+
 @dataclass
 class PhaseTime:
     name: str
@@ -113,6 +117,11 @@ class MoveResult:
     predicted_s: float = 0.0  # the pause that was predicted before the move; 0: none was
     precopied_bytes: int = 0  # memory that was sent before the pause, some of it several times
 
+    @property
+    def handed_over_bytes(self) -> int:
+        """Device memory that the target took over on the same GPU: it was not sent."""
+        return sum(part.bytes for part in self.parts if part.name == TAKE_OVER)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "move": self.move,
@@ -135,6 +144,7 @@ class MoveResult:
             "gpus": [{"from": old, "to": new} for old, new in self.gpu_pairs],
             "device_bytes": self.device_bytes,
             "device_bytes_left": self.device_bytes_left,
+            "handed_over_bytes": self.handed_over_bytes,
             "reason": self.reason,
             "where": self.where.value,
             "error": self.error_code,

@@ -162,6 +162,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     health: Annotated[Settings, toml_file.table("a table", Settings)] = Settings()
     # Whether device memory stays on its GPU until it is sent, or goes through files in this node's memory.
     hold_device_memory: Annotated[bool, Meta(description="true or false")] = False
+    # Whether such memory is handed over, and not sent, between nodes of one machine that use the same GPU.
+    hand_over_device_memory: Annotated[bool, Meta(description="true or false")] = True
     # Whether jobs whose lowest rank is here can be snapshotted and rolled back: not finished, see docs/limits.md.
     job_snapshots: Annotated[bool, Meta(description="true or false")] = False
     device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"

@@ -290,6 +290,7 @@ class Daemon:
             bytes=move_log.known.sent_bytes,
             pause_s=move_log.known.pause_s,
             predicted_s=move_log.known.predicted_s,
+            handed_over_bytes=move_log.known.handed_over_bytes,
             waiting_for="" if ended or moving is None else moving.waiting_for,
             user_id=begin.user_id if begin.user_id >= 0 else None,
             coordinator=begin.coordinator,

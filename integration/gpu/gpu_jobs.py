@@ -89,12 +89,15 @@ def measured(result: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if value}
 
 
-def hold_device_memory(nodes: Cluster, names: Sequence[str], *, on: bool) -> None:
-    """Sets whether device memory stays on the GPU until it is sent, and restarts the daemons."""
+def hold_device_memory(nodes: Cluster, names: Sequence[str], *, on: bool, hand_over: bool = False) -> None:
+    """Sets whether device memory stays on the GPU until it is sent, and restarts the daemons. With `hand_over` it is not sent
+    between nodes that share a GPU, as all of a lab do here: nothing that measures a transfer may set it."""
+    keys = {"hold_device_memory": on, "hand_over_device_memory": hand_over}
     for node in names:
         path = nodes.lab.layout.node(node) / "snapshotd.toml"
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("hold_device_memory")]
-        path.write_text("\n".join([f"hold_device_memory = {json.dumps(on)}", *lines]) + "\n")
+        lines = [line for line in path.read_text().splitlines() if line.partition(" ")[0] not in keys]
+        added = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
+        path.write_text("\n".join([*added, *lines]) + "\n")
         nodes.lab.kill_daemon(node)
         nodes.lab.start_daemon(node)
 

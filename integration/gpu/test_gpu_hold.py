@@ -1,14 +1,16 @@
 """Device memory that stays on the GPU until it is sent (`hold_device_memory`), on a real GPU.
 
-Source and target share one GPU here, so it needs room for the rank twice. `SNAPSHOT_GPU_HOLD_GIB` sets the size of the job.
+Source and target share one GPU here. It needs room for the rank twice, unless the memory is handed over.
+`SNAPSHOT_GPU_HOLD_GIB` sets the size of the job.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,15 +52,36 @@ def holding(nodes: Cluster) -> Iterator[Cluster]:
     hold_device_memory(nodes, (SOURCE, TARGET), on=False)
 
 
-def _used_mib() -> int:
-    """What is used of the GPU, by all processes."""
-    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+def _of_the_gpu(what: str) -> int:
+    """What is used of the GPU, by all processes, or how much it has, in MiB."""
+    asked = ["nvidia-smi", f"--query-gpu=memory.{what}", "--format=csv,noheader,nounits"]
     return int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0])
+
+
+def _used_mib() -> int:
+    return _of_the_gpu("used")
+
+
+def _must_fit_twice() -> None:
+    """With room for two contexts, and for the copy of a block."""
+    if 2 * float(LARGE_GIB) * 1024 + 6144 > _of_the_gpu("total"):
+        pytest.skip(f"the GPU has no room for {LARGE_GIB} GiB twice")
+
+
+def _table(results: Mapping[str, dict[str, Any]]) -> None:
+    """Prints the seconds of each part, of these moves."""
+    print(f"\n| {LARGE_GIB} GiB | {' | '.join(results)} |\n| --- |{' --- |' * len(results)}")
+    names = list(dict.fromkeys(name for one in results.values() for name in one.get("parts", {})))
+    for name in names:
+        cells = [f"{one.get('parts', {}).get(name, 0):.3f}" for one in results.values()]
+        print(f"| {name} | {' | '.join(cells)} |")
+    print(f"| pause | {' | '.join(str(one.get('pause_s', '')) for one in results.values())} |")
 
 
 def test_undone_moves_leave_the_memory_and_nothing_else(holding: Cluster, undisturbed: Undisturbed) -> None:
     """The memory belongs to no process when the source's daemon is killed; its successor gives it back. After that and
     another undone move the job has memory of its own, once: the driver would not checkpoint it otherwise."""
+    _must_fit_twice()
     training = Training.start(holding, "hold-daemon", LARGE, device_memory="offload")
     training.await_moment()
     undisturbed.settled()  # it uses the GPU too
@@ -82,6 +105,7 @@ def test_undone_moves_leave_the_memory_and_nothing_else(holding: Cluster, undist
 
 def test_held_memory_moves_there_and_back_and_is_undone(holding: Cluster, undisturbed: Undisturbed) -> None:
     """One job: an undone move, a move there, and a move back with memory that was created by another process."""
+    _must_fit_twice()
     training = Training.start(holding, "hold", LARGE, device_memory="offload")
     training.await_moment()
     holding.fault(SOURCE, Point.STREAM, "fail")
@@ -97,8 +121,33 @@ def test_held_memory_moves_there_and_back_and_is_undone(holding: Cluster, undist
         training.runs_on(to)
     training.ends_as(undisturbed.want(LARGE))
     record("hold", gib=LARGE_GIB, undone=measured(undone), moves=results)
-    print(f"\n| {LARGE_GIB} GiB | undone | there | back |\n| --- | --- | --- | --- |")
-    for name in ("unlock", "offload", "relock", "checkpoint", "criu-dump", "criu-restore", "cuda-restore", "refill"):
-        row = [f"{one.get('parts', {}).get(name, 0):.3f}" for one in (measured(undone), *results)]
-        print(f"| {name} | {' | '.join(row)} |")
-    print(f"| pause | {' | '.join(str(one.get('pause_s', '')) for one in (measured(undone), *results))} |")
+    _table(dict(zip(("undone", "there", "back"), (measured(undone), *results), strict=True)))
+
+
+@pytest.mark.timeout(1800)
+def test_memory_is_handed_over_between_nodes_that_share_the_gpu(nodes: Cluster, undisturbed: Undisturbed) -> None:
+    """One job, with up to nearly all of the GPU's memory: a move that fails when the copy has the memory, too, and moves
+    there and back. The memory exists once all along."""
+    undisturbed.settled()  # the GPU has no room for both
+    hold_device_memory(nodes, (SOURCE, TARGET), on=True, hand_over=True)
+    try:
+        training = Training.start(nodes, "hand-over", LARGE, device_memory="offload")
+        training.await_moment()
+        before_mib = _used_mib()
+        nodes.fault(TARGET, Point.REFILLED, "fail")
+        results = {"undone": nodes.move(training.job, TARGET, expect=UNDONE)}
+        training.await_progress()
+        for name, to in (("there", TARGET), ("back", SOURCE)):
+            result = results[name] = training.move(to)
+            assert result["warnings"] == []
+            taken = sum(part["bytes"] for part in result["parts"] if part["name"] == "take-over")
+            assert taken >= float(LARGE_GIB) * GIB
+            assert result["bytes"] < taken // 2, "what was handed over was not sent"
+            training.runs_on(to)
+            until("one copy of the memory", lambda: abs(_used_mib() - before_mib) < 1024)
+        training.ends_as(undisturbed.want(LARGE))
+    finally:
+        hold_device_memory(nodes, (SOURCE, TARGET), on=False)
+    found = {name: measured(result) for name, result in results.items()}
+    record("hand-over", gib=LARGE_GIB, moves=found)
+    _table(found)

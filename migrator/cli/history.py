@@ -104,5 +104,12 @@ def _row(move: Move | Rollback) -> tuple[str, ...]:
         formatting.seconds(move.pause_s) if move.pause_s else "-",
         predicted(move),
         formatting.size(move.bytes) if move.bytes else "-",
-        move.reason,
+        _remark(move),
     )
+
+
+def _remark(move: Move) -> str:
+    """Why it ended as it did; of a move without a transfer, that there was none."""
+    if move.handed_over_bytes and not move.reason:
+        return f"{formatting.size(move.handed_over_bytes)} of device memory handed over on the same GPU, not sent"
+    return move.reason

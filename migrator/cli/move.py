@@ -147,7 +147,9 @@ def _show_moved(result: MoveResult) -> None:
             else ""
         )
         _show_parts(result)
-        print(output.styled(f"  device memory: {formatting.size(result.device_bytes)}{left}{_onto(result)}", "dim"))
+        handed = ", handed over on the same GPU and not sent" if result.handed_over_bytes else ""
+        size = formatting.size(result.device_bytes)
+        print(output.styled(f"  device memory: {size}{handed}{left}{_onto(result)}", "dim"))
     if result.device_bytes and result.longest_part is not None:
         longest = result.longest_part
     speed = formatting.rate(longest.bytes, longest.seconds)

@@ -12,7 +12,7 @@ from migrator.driver.reporter import Reporter, SpanOf
 from migrator.estimate import PHASES, Estimate, Size
 from migrator.find_rank import Found
 from migrator.quiesce.gates import Gates
-from migrator.results import Event, MoveOptions, PhaseTime
+from migrator.results import TAKE_OVER, Event, MoveOptions, PhaseTime
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
 
@@ -93,11 +93,12 @@ class Run:
         return Size(max(0, self.facts.memory_bytes - device_bytes), device_bytes, nccl=self.gates.involved)
 
     def timing(self) -> pb.Timing:
-        """What the pause consisted of, for the predictions of later moves."""
+        """What the pause consisted of, for the predictions of later moves. What was handed over was not copied."""
+        handed_bytes = sum(part.bytes for part in self.parts if part.name == TAKE_OVER)
         return pb.Timing(
             phases=[pb.Part(name=one.name, seconds=one.seconds) for one in self.reporter.phases if one.name in PHASES],
             host_bytes=self.size.host_bytes,
-            device_bytes=self.size.device_bytes,
+            device_bytes=max(0, self.size.device_bytes - handed_bytes),
             predicted_s=self.estimate.pause_s if self.estimate is not None else 0.0,
         )
 

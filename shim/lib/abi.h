@@ -113,6 +113,9 @@ struct snapshim_mailbox {
 	/* CUDA_VISIBLE_DEVICES when the CUDA driver started its first thread: '=' and the value, or '-' if it was not set; 0: not
 	 * seen, or longer. The mailbox of an older library ends before */
 	char visible[SNAPSHIM_VISIBLE_BYTES];
+	/* blocks of device memory that another process created (TAKE_BACK), until OWN, HAND_OVER or OFFLOAD. The mailbox of an older
+	 * library ends before, and counts them in ipc_imports */
+	uint64_t device_imported;
 };
 
 /* Where the counts of NCCL operations are, for a daemon that only reads them (snapshotd/inprocess/counts.py): no thread of the

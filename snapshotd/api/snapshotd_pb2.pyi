@@ -1443,6 +1443,7 @@ class MoveRecord(_message.Message):
     PREDICTED_S_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     COORDINATOR_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_BYTES_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     role: _builtins.str
     """"source" or "target" """
@@ -1474,6 +1475,8 @@ class MoveRecord(_message.Message):
     """the pause that the driver had predicted; 0: not known on this node"""
     coordinator: _builtins.str
     """the job record that decides about it; empty: it is a move of this rank alone"""
+    handed_over_bytes: _builtins.int
+    """device memory that the target took over on the same GPU; `bytes` does not count it"""
     @_builtins.property
     def timing(self) -> Global___Timing:
         """if it was asked for, and is known on this node"""
@@ -1504,10 +1507,11 @@ class MoveRecord(_message.Message):
         predicted_s: _builtins.float = ...,
         timing: Global___Timing | None = ...,
         coordinator: _builtins.str = ...,
+        handed_over_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "timing", b"timing", "user_id", b"user_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "begun_unix_s", b"begun_unix_s", "bytes", b"bytes", "coordinator", b"coordinator", "decided_by", b"decided_by", "ended_unix_s", b"ended_unix_s", "job", b"job", "mark", b"mark", "move", b"move", "outcome", b"outcome", "pause_s", b"pause_s", "predicted_s", b"predicted_s", "rank", b"rank", "rank_uid", b"rank_uid", "reason", b"reason", "role", b"role", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node", "timing", b"timing", "user_id", b"user_id", "waiting_for", b"waiting_for", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "begun_unix_s", b"begun_unix_s", "bytes", b"bytes", "coordinator", b"coordinator", "decided_by", b"decided_by", "ended_unix_s", b"ended_unix_s", "handed_over_bytes", b"handed_over_bytes", "job", b"job", "mark", b"mark", "move", b"move", "outcome", b"outcome", "pause_s", b"pause_s", "predicted_s", b"predicted_s", "rank", b"rank", "rank_uid", b"rank_uid", "reason", b"reason", "role", b"role", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node", "timing", b"timing", "user_id", b"user_id", "waiting_for", b"waiting_for", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__user_id: _TypeAlias = _typing.Literal["user_id"]  # noqa: Y015
     _WhichOneofArgType__user_id: _TypeAlias = _typing.Literal["_user_id", b"_user_id"]  # noqa: Y015
@@ -2826,6 +2830,8 @@ class OpenDeviceChannelRequest(_message.Message):
     SEALED_FIELD_NUMBER: _builtins.int
     SLOT_BYTES_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     expected_bytes: _builtins.int
     """of all stripes together, approximately"""
@@ -2837,9 +2843,15 @@ class OpenDeviceChannelRequest(_message.Message):
     """contiguous in one stripe; set: the source keeps the memory on its GPU until it is sent"""
     gpu: _builtins.str
     """… the GPU there, by UUID"""
+    machine: _builtins.str
+    """… set: a target of that machine that uses the same GPU may take the memory over"""
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """device-PID-NUMBER; PID is in the rank's own pid namespace"""
+
+    @_builtins.property
+    def holder(self) -> Global___ProcessId:
+        """… from this process"""
 
     def __init__(
         self,
@@ -2851,10 +2863,12 @@ class OpenDeviceChannelRequest(_message.Message):
         sealed: _builtins.bool = ...,
         slot_bytes: _builtins.int = ...,
         gpu: _builtins.str = ...,
+        machine: _builtins.str = ...,
+        holder: Global___ProcessId | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_bytes", b"expected_bytes", "gpu", b"gpu", "move", b"move", "names", b"names", "plain", b"plain", "sealed", b"sealed", "slot_bytes", b"slot_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_bytes", b"expected_bytes", "gpu", b"gpu", "holder", b"holder", "machine", b"machine", "move", b"move", "names", b"names", "plain", b"plain", "sealed", b"sealed", "slot_bytes", b"slot_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2870,6 +2884,7 @@ class OpenDeviceChannelReply(_message.Message):
     SEALED_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     FILLS_FIELD_NUMBER: _builtins.int
+    TAKES_OVER_FIELD_NUMBER: _builtins.int
     port: _builtins.int
     """on the host of the target's endpoint"""
     key: _builtins.bytes
@@ -2880,6 +2895,8 @@ class OpenDeviceChannelReply(_message.Message):
     """as in OpenImageChannelReply"""
     fills: _builtins.bool
     """the target fills memory on its GPU while stripes arrive, once it knows the blocks"""
+    takes_over: _builtins.bool
+    """the target takes the memory over, once it knows the blocks: there is no channel"""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """as in OpenImageChannelReply"""
@@ -2893,10 +2910,11 @@ class OpenDeviceChannelReply(_message.Message):
         sealed: _builtins.bool = ...,
         endpoints: _abc.Iterable[_builtins.str] | None = ...,
         fills: _builtins.bool = ...,
+        takes_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "fills", b"fills", "key", b"key", "plain", b"plain", "port", b"port", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "fills", b"fills", "key", b"key", "plain", b"plain", "port", b"port", "sealed", b"sealed", "takes_over", b"takes_over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2936,9 +2954,12 @@ class AllocateDeviceMemoryRequest(_message.Message):
     MOVE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     pid: _builtins.int
     """in the rank's own pid namespace"""
+    key: _builtins.str
+    """under which the source's holder keeps it, for a target that takes it over"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceBlock]:
         """in the order of the stripes"""
@@ -2949,10 +2970,11 @@ class AllocateDeviceMemoryRequest(_message.Message):
         move: _builtins.str = ...,
         pid: _builtins.int = ...,
         blocks: _abc.Iterable[Global___DeviceBlock] | None = ...,
+        key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "move", b"move", "pid", b"pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "key", b"key", "move", b"move", "pid", b"pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ EXEMPT_MAX = 64
 STRIPES_MAX = 16
 VISIBLE_BYTES = 512
 
-_LAYOUT = struct.Struct("<8sIIiiiIII4QIIiI4Q512sQQQ64iQQII16QIi512s")
+_LAYOUT = struct.Struct("<8sIIiiiIII4QIIiI4Q512sQQQ64iQQII16QIi512sQ")
 MAILBOX_BYTES = _LAYOUT.size
 
 
@@ -74,6 +74,7 @@ class Offset(enum.IntEnum):
     DEVICE_CANCEL = 1064
     COUNTS = 1068
     VISIBLE = 1072
+    DEVICE_IMPORTED = 1584
 
 
 class MailboxFields(NamedTuple):
@@ -107,6 +108,7 @@ class MailboxFields(NamedTuple):
     device_cancel: int
     counts: int
     visible: bytes
+    device_imported: int
 
 
 def unpack(raw: bytes) -> MailboxFields:
@@ -140,4 +142,5 @@ def unpack(raw: bytes) -> MailboxFields:
         device_cancel=values[109],
         counts=values[110],
         visible=values[111],
+        device_imported=values[112],
     )

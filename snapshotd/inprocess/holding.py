@@ -73,6 +73,8 @@ class Holding:
 
     def must_know_how(self) -> None:
         """Raises GpuFailed at once if the process has an older library, which would wait for files."""
+        if self.has_imported():
+            return
         answer = self._mailbox.ask(Command.MEMORY_OWN, _OPEN_S)
         if answer.status:
             raise devmem._failure(self.process, "handed over", answer)
@@ -151,8 +153,8 @@ class Holding:
 
     def has_imported(self) -> bool:
         """Whether it has memory that another process created, as after `take_back`. The driver can neither export such memory
-        again nor restore a process that has it, so such a rank is refused (`gpu-ipc`)."""
-        return self._mailbox.state().imports > 0
+        again nor restore a process that has it."""
+        return self._mailbox.state().foreign_blocks > 0
 
     def own(self, timeout_s: float) -> None:
         """Replaces such memory by memory of the process itself, one block after the other, copied on the GPU.

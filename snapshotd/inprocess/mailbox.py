@@ -77,7 +77,7 @@ class Connection:
         return self.fields().owner == self.inner_pid()
 
     def fields(self) -> abi.MailboxFields:
-        """The mailbox of an older library ends before `visible`, and its memory may end there, too."""
+        """The mailbox of an older library ends before the last members, and its memory may end there, too."""
         raw = self.read(self.address, abi.MAILBOX_BYTES)
         if len(raw) < abi.Offset.VISIBLE:
             raise self._lost()

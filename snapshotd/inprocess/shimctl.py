@@ -34,6 +34,7 @@ class ShimState:
     exports: int
     imports: int
     device_offloaded: bool = False  # its device memory is in stripes: no thread of the job may run
+    foreign_blocks: int = 0  # of its device memory, which another process created
     visible: str | None = None  # CUDA_VISIBLE_DEVICES when CUDA started, "" if not set; None: not known
 
 
@@ -72,6 +73,7 @@ class Mailbox(mailbox.Connection):
             exports=box.ipc_exports,
             imports=box.ipc_imports,
             device_offloaded=bool(box.device_offloaded) and ours,
+            foreign_blocks=box.device_imported if box.size >= abi.MAILBOX_BYTES else box.ipc_imports,
             visible=_visible(box) if ours else None,
         )
 
@@ -137,7 +139,7 @@ class Mailbox(mailbox.Connection):
 
 def _visible(box: abi.MailboxFields) -> str | None:
     """What a library noted that is new enough to have the field."""
-    noted = box.visible.partition(b"\0")[0].decode(errors="replace") if box.size >= abi.MAILBOX_BYTES else ""
+    noted = box.visible.partition(b"\0")[0].decode(errors="replace") if box.size >= abi.Offset.DEVICE_IMPORTED else ""
     return noted[1:] if noted[:1] in {"=", "-"} else None
 
 

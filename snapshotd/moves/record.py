@@ -112,6 +112,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     striped_processes: list[StripedProcess] = msgspec.field(default_factory=list, name="parked")
     offloaded: list[OffloadedMemory] = msgspec.field(default_factory=list, name="device")
     offloaded_bytes: int = msgspec.field(default=0, name="parked_bytes")
+    handed_over_bytes: int = 0  # of these: what the target took over on the same GPU, and was not sent
     stdio: dict[str, Any] | None = (
         None  # the rank's stdio (StdioState); a dict, because older versions did not check it
     )
@@ -215,6 +216,7 @@ class Fields(TypedDict, total=False):
     striped_processes: list[StripedProcess]
     offloaded: list[OffloadedMemory]
     offloaded_bytes: int
+    handed_over_bytes: int
     stdio: dict[str, Any] | None
     rewires: list[pb.Rewire]
     linked: list[tuple[str, int, int]]

@@ -51,6 +51,7 @@ class StripedProcess(msgspec.Struct, frozen=True, array_like=True):
     stripes: list[str]
     slot_bytes: int
     held: bool = False  # the files are only a window: the holder keeps the memory itself
+    taken_over: bool = False  # … and the target may have it as well, on the same GPU
 
     @property
     def process(self) -> Process:

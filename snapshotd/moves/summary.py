@@ -27,6 +27,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     start_ticks: int
     new_connections_held: bool
     sent_bytes: int
+    handed_over_bytes: int
     pause_s: float
     predicted_s: float
     failure: str

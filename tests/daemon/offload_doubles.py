@@ -163,7 +163,11 @@ class Source:
         room = Room(folder / "memory", "a")
         store = ImageStore(folder / "images", room=room)
         config = SimpleNamespace(
-            image_dir=folder / "images", device_channel="encrypted", hold_device_memory=False, data_addresses=()
+            image_dir=folder / "images",
+            device_channel="encrypted",
+            hold_device_memory=False,
+            hand_over_device_memory=True,
+            data_addresses=(),
         )
         holder = Holder(folder / "holder.sock")
         self.node: Any = SimpleNamespace(

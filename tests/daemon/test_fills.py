@@ -96,7 +96,7 @@ async def until_failed(target: Target) -> SnapshotError:
 async def test_lack_of_room_ends_the_channel_and_leaves_nothing(target: Target) -> None:
     fills = target.fills()
     await fills.start()
-    fills.allocate(7, [HeldBlock(number << 32, 16 * MIB, 0) for number in range(1, 40)])
+    await fills.allocate(7, [HeldBlock(number << 32, 16 * MIB, 0) for number in range(1, 40)], "")
     assert "CUDA_ERROR_OUT_OF_MEMORY" in (await until_failed(target)).message
     await fills.close()
     assert target.holder.kept() == {}
@@ -111,7 +111,7 @@ async def test_defect_while_filling_ends_the_channel(target: Target, monkeypatch
     fills = target.fills()
     await fills.start()
     monkeypatch.setattr(filling.Filling, "_fill", defect)
-    fills.allocate(7, BLOCKS)
+    await fills.allocate(7, BLOCKS, "")
     assert isinstance(await until_failed(target), Internal)
     await fills.close()
 
@@ -119,7 +119,7 @@ async def test_defect_while_filling_ends_the_channel(target: Target, monkeypatch
 async def test_memory_of_a_process_that_was_not_announced_is_refused(target: Target) -> None:
     fills = target.fills()
     with pytest.raises(WrongState, match="process 8"):
-        fills.allocate(8, BLOCKS)
+        await fills.allocate(8, BLOCKS, "")
 
 
 async def test_closing_does_not_fail_when_the_holder_does_not_answer(

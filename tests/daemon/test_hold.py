@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ class Held:
         self.said: list[str] = []
         self.made.append(self)
 
-    async def prepare(self) -> None:
+    async def prepare(self, *, sends: bool) -> None:
         if self.process.pid in self.fails:
             raise GpuFailed("the GPU is not there")
         await asyncio.sleep(0.05)
@@ -48,20 +49,21 @@ class Held:
     def sizes(self) -> list[int]:
         return [SIZE]
 
-    def begin(self, channel: Any) -> asyncio.Task[None]:
+    async def pass_on(self, channel: Any, pid: int) -> list[asyncio.Task[None]]:
         async def copy() -> None:
             self.said.append("copied")
 
-        return asyncio.create_task(copy())
+        return [asyncio.create_task(copy())]
 
 
 @pytest.fixture
-def holding_source(source: Source, monkeypatch: pytest.MonkeyPatch) -> Source:
+def holding_source(source: Source, monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
     source.node.config.hold_device_memory = True
     monkeypatch.setattr(Held, "made", [], raising=False)
     monkeypatch.setattr(Held, "fails", set(), raising=False)
     monkeypatch.setattr(offload, "Hold", Held)
-    return source
+    yield source
+    source.node.holder.close()  # it was started
 
 
 async def prepared(source: Source) -> offload.Offload:

@@ -108,7 +108,7 @@ void block_changed(struct block *block)
 void block_is_imported(struct block *block, bool imported)
 {
 	if (block->imported != imported)
-		__atomic_add_fetch(&snapshim_mailbox.ipc_imports, imported ? 1 : (uint64_t)-1, __ATOMIC_RELAXED);
+		__atomic_add_fetch(&snapshim_mailbox.device_imported, imported ? 1 : (uint64_t)-1, __ATOMIC_RELAXED);
 	block->imported = imported;
 }
 

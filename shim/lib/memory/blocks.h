@@ -51,7 +51,8 @@ size_t blocks_from(uint64_t address); /* the first that ends behind it */
 bool block_add(const struct block *block);
 void block_remove(struct block *block);
 void block_changed(struct block *block); /* updates the mailbox's counts */
-void block_is_imported(struct block *block, bool imported); /* likewise: as long as one is, the rank cannot move */
+/* Likewise: as long as one is, the driver cannot restore the process. */
+void block_is_imported(struct block *block, bool imported);
 
 uint64_t physical_add(const struct physical *physical); /* the program's handle; 0: no room */
 struct physical *physical_of(uint64_t handle); /* NULL: not ours */

@@ -239,7 +239,7 @@ int memory_dispatch(uint32_t command, int64_t timeout_ns)
 		return give_up();
 	if (command == SNAPSHIM_MEMORY_READY)
 		return make_ready(until_ns);
-	if (command == SNAPSHIM_MEMORY_OWN && !LOAD(&snapshim_mailbox.ipc_imports))
+	if (command == SNAPSHIM_MEMORY_OWN && !LOAD(&snapshim_mailbox.device_imported))
 		return 0;
 	if (!is_ready())
 		return refuse(EINVAL, "MEMORY_READY comes first");
@@ -273,6 +273,7 @@ void memory_forget(void)
 	memory_calls_forget();
 	blocks_forget();
 	snapshim_mailbox.device_offloaded = 0;
+	snapshim_mailbox.device_imported = 0;
 	snapshim_mailbox.device_stripes = 0;
 	snapshim_mailbox.device_cancel = 0;
 	memset(snapshim_mailbox.device_done, 0, sizeof(snapshim_mailbox.device_done));

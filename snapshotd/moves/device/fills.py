@@ -16,7 +16,7 @@ from pathlib import Path
 from snapshotd.api.errors import GpuFailed, Internal, SnapshotError, Where, WrongState
 from snapshotd.holder.filling import Filling
 from snapshotd.inprocess.holding import HeldBlock
-from snapshotd.moves.device import hold
+from snapshotd.moves.device import hold, stripe_files
 from snapshotd.moves.device.memory import Lost
 from snapshotd.moves.node import Node
 from snapshotd.moves.record_parts import OffloadedMemory
@@ -34,6 +34,8 @@ def _pid_of(name: str) -> int:
 
 class Fills:
     """All processes of one move. Used on the loop that made it."""
+
+    part = "refill"
 
     def __init__(
         self, node: Node, move: str, gpu: str, folder: Path, names: Sequence[str], slot_bytes: int, incoming: Incoming
@@ -60,9 +62,9 @@ class Fills:
             if isinstance(failed, BaseException):
                 raise failed
 
-    def allocate(self, pid: int, blocks: Sequence[HeldBlock]) -> None:
+    async def allocate(self, pid: int, blocks: Sequence[HeldBlock], key: str) -> None:
         """The memory of a process has left its source: creates it here, and fills it. Idempotent. A failure ends the
-        channel, so that the source learns of it."""
+        channel, so that the source learns of it. `key`: for a target that takes it over."""
         one = self._fillings.get(pid)
         if one is None:
             raise WrongState(f"no stripes of process {pid} were announced", where=Where.SOURCE_FROZEN)
@@ -87,8 +89,9 @@ class Fills:
         task.add_done_callback(ended)
 
     async def give(self, processes: Mapping[int, Process], device: Sequence[OffloadedMemory], limit_s: float) -> int:
-        """All stripes have arrived: waits until they are on the GPU, and gives the memory to the restored processes, which
+        """Waits until all stripes have arrived and are on the GPU, and gives the memory to the restored processes, which
         make it their own. Returns the bytes."""
+        stripe_files.must_match(device, await self._incoming.wait(limit_s))
         total = 0
         for one in device:
             task = self._tasks.get(one.pid)

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Where
+from snapshotd.cuda.driver import Gpus
 from snapshotd.holder.client import Holder
 from snapshotd.holder.copying import Copying, stripe_sizes
-from snapshotd.inprocess import holding
+from snapshotd.inprocess import devmem, holding
 from snapshotd.inprocess.holding import CannotExport, HeldBlock
 from snapshotd.moves.device.memory import Lost
 from snapshotd.moves.device.source_channel import SourceChannel
+from snapshotd.moves.device.standstill import LOCK_S
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.node import Node
 from snapshotd.moves.record_parts import StripedProcess
@@ -60,12 +62,13 @@ class Hold:
         )
         self._blocks: list[HeldBlock] = []
 
-    async def prepare(self) -> None:
-        """While the job runs. Raises a SnapshotError or OSError; nothing has happened then."""
+    async def prepare(self, *, sends: bool) -> None:
+        """While the job runs. `sends`: False if the target takes the memory over. Raises a SnapshotError or OSError; nothing
+        has happened then."""
         await in_thread(self._holding.must_know_how)
-        await in_thread(self._holder.start, self._move)
         await in_thread(self._holding.ready, len(self._names), self._slot_bytes)
-        await self._copying.start()
+        if sends:
+            await self._copying.start()
 
     def hand_over(self, timeout_s: float) -> int:
         """Blocking. Returns the bytes. As `Holding.hand_over`, but memory that cannot be exported is GpuFailed."""
@@ -88,9 +91,17 @@ class Hold:
         """Of its stripes."""
         return stripe_sizes(self._blocks, len(self._names), self._slot_bytes)
 
-    def begin(self, channel: SourceChannel) -> asyncio.Task[None]:
-        """Copies and sends from now on. The task ends when all is copied."""
-        return self._copying.begin(self.key, self.sizes, lambda: channel.outgoing, channel.advance)
+    async def pass_on(self, channel: SourceChannel, pid: int) -> list[asyncio.Task[None]]:
+        """Copies and sends from now on. The tasks end when all is copied, and the target knows what comes. One that takes the
+        memory over has it when this returns. `pid`: of the process, in its own pid namespace. Raises a SnapshotError."""
+        if channel.takes_over:
+            await channel.allocate(pid, self.blocks, self.key)
+            return []
+        tasks = [self._copying.begin(self.key, self.sizes, lambda: channel.outgoing, channel.advance)]
+        if channel.fills:
+            telling = channel.allocate(pid, self.blocks, self.key)
+            tasks.append(asyncio.create_task(telling, name=f"describe memory of {self._move}"))
+        return tasks
 
     def begin_whole(self) -> asyncio.Task[None]:
         """Copies all of it into the files. The task ends when that is done."""
@@ -139,8 +150,8 @@ def imports(process: Process) -> bool:
 
 def own(process: Process, stripes: int, slot_bytes: int, timeout_s: float) -> None:
     """Makes memory that was taken back the process's own, because the driver can neither export imported memory nor restore a
-    process that has some. Blocking. Idempotent. Raises Timeout. Any other failure is only logged: the rank continues, and
-    cannot move again."""
+    process that has some. Blocking. Idempotent. Raises Timeout. Any other failure is only logged: the rank continues, and its
+    next move tries again."""
     found = holding.find(process)
     if found is None or not found.has_imported():
         return
@@ -151,10 +162,27 @@ def own(process: Process, stripes: int, slot_bytes: int, timeout_s: float) -> No
         raise
     except SnapshotError as error:
         log.warning(
-            "process %d: its device memory was handed back, but cannot be made its own: %s. The rank continues, and cannot"
-            " move again (gpu-ipc) until it has freed that memory",
-            *(process.pid, error.message),
+            "process %d: its device memory was handed back, but cannot be made its own yet: %s",
+            process.pid,
+            error.message,
         )
+
+
+async def own_rest(gpus: Gpus, processes: Sequence[Process], limit_s: float) -> None:
+    """Before the driver's checkpoint of processes at a standstill: makes memory their own that they got from another process
+    and have not handed over again. Raises GpuFailed, because the driver could not restore them otherwise; Timeout."""
+    for process in processes:
+        if not process.alive() or not await in_thread(imports, process):
+            continue
+        await gpus.unlock(process, LOCK_S)
+        await in_thread(own, process, devmem.STRIPES, devmem.SLOT_BYTES, limit_s)
+        await gpus.lock(process, LOCK_S)
+        if await in_thread(imports, process):
+            raise GpuFailed(
+                f"process {process.pid} has device memory that another process created, and cannot be checkpointed with it",
+                remedy="free memory on its GPU, so that there is room for a copy of its largest block",
+                where=Where.SOURCE_FROZEN,
+            )
 
 
 def held_bytes(holder: Holder, move: str) -> int:

@@ -101,7 +101,9 @@ class Offload:
     async def _journal(self) -> None:
         striped = [
             StripedProcess(
-                one.process.pid, one.process.start_ticks, one.names, one.slot_bytes, held=one.hold is not None
+                *(one.process.pid, one.process.start_ticks, one.names, one.slot_bytes),
+                held=one.hold is not None,
+                taken_over=self.channel.takes_over,
             )
             for one in self.striped
         ]
@@ -111,12 +113,15 @@ class Offload:
         """Prepares the memory to stay on its GPU until it is sent. False, with a warning, if it has to go through files."""
         try:
             await in_thread(self._room.make_folder)
+            await in_thread(self.node.holder.start, self.log.move)
             if self.into_image is not None:
                 await self._room.make_files(self._files)
             else:
                 windows = [window.source_bytes(len(one.names), one.slot_bytes) for one in self.striped]
                 await in_thread(self._room.reserve, sum(windows))
-                self.channel.hold(self.striped[0].slot_bytes, self._gpus[0])
+                offers = self.node.config.hand_over_device_memory
+                holder = await in_thread(Process.of, self.node.holder.pid) if offers else None
+                self.channel.hold(self.striped[0].slot_bytes, self._gpus[0], holder)
                 await self.channel.open(self.expected_bytes)
                 if not self.channel.works:
                     raise Unreachable("there is no device-memory channel")
@@ -125,7 +130,8 @@ class Offload:
                 whole = self.into_image is not None
                 one.hold = await in_thread(Hold, self.node, self.log.move, one.process, *place, whole=whole)
             await self._journal()
-            preparing = (one.hold.prepare() for one in self.striped if one.hold is not None)
+            sends = not self.channel.takes_over
+            preparing = (one.hold.prepare(sends=sends) for one in self.striped if one.hold is not None)
             for failed in await asyncio.gather(
                 *preparing, return_exceptions=True
             ):  # none goes on behind the others' back
@@ -215,7 +221,10 @@ class Offload:
             await self._leave_to_driver(one, f"{TRIES} times in a row {one.caught}")
         offloaded = [OffloadedMemory(one.inner_pid, one.names, one.sizes, one.slot_bytes) for one in self.striped]
         size = sum(one.bytes for one in self.striped)
-        await in_thread(self.log.mark, Mark.FREEZING, offloaded=offloaded, offloaded_bytes=size)
+        handed_bytes = size if self.channel.takes_over else 0
+        await in_thread(
+            self.log.mark, Mark.FREEZING, offloaded=offloaded, offloaded_bytes=size, handed_over_bytes=handed_bytes
+        )
         self._announcing = asyncio.create_task(self._announce_sizes(), name=f"announce stripes of {self.log.move}")
         if self.into_image is not None:
             self.into_image.begin(self.striped)
@@ -260,10 +269,7 @@ class Offload:
             else:
                 one.sizes = one.hold.sizes if one.hold is not None else list(await in_thread(one.memory.done))
                 if one.hold is not None and self.into_image is None:
-                    self._copies.append(one.hold.begin(self.channel))
-                    if self.channel.fills:
-                        telling = self.channel.allocate(one.inner_pid, one.hold.blocks)
-                        self._copies.append(asyncio.create_task(telling, name=f"describe memory of {self.log.move}"))
+                    self._copies += await one.hold.pass_on(self.channel, one.inner_pid)
                 elif one.hold is None:
                     self.channel.advance(one.names, one.sizes)
         parts.add("offload", host.boottime_s() - began, sum(one.bytes for one in wanted))

@@ -25,6 +25,7 @@ from snapshotd.moves.device import hold, stripe_files
 from snapshotd.moves.device.fills import Fills
 from snapshotd.moves.device.memory import Lost, copy_s
 from snapshotd.moves.device.parts import Parts
+from snapshotd.moves.device.takeover import TakeOver
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.record_parts import OffloadedMemory, StripedProcess
 from snapshotd.proc import host
@@ -55,6 +56,10 @@ async def on_source(image_dir: Path, move_log: MoveLog, holder: Holder) -> None:
         except RankGone:
             log.info("process %d has ended: no device memory has to come back to it", one.pid)
 
+    def make_own(one: StripedProcess) -> None:
+        if not one.taken_over:  # there may be no room for a copy while the target has it, too: with the next move
+            hold.own(one.process, len(one.stripes), one.slot_bytes, limit_s)
+
     def bring(one: StripedProcess) -> None:
         process = one.process
         memory = devmem.find(process) if process.alive() else None
@@ -66,12 +71,12 @@ async def on_source(image_dir: Path, move_log: MoveLog, holder: Holder) -> None:
             if one.held and hold.imports(process):
                 # Not its own, because a daemon was killed in between. What is still kept of it needs the room.
                 holder.drop([hold.key_of(move_log.move, process)])
-                hold.own(process, len(one.stripes), one.slot_bytes, limit_s)
+                make_own(one)
             return
         if one.held:
             size = hold.take_back(holder, move_log.move, one, limit_s)
             log.info("process %d: %d bytes of device memory were handed back", process.pid, size)
-            hold.own(process, len(one.stripes), one.slot_bytes, limit_s)
+            make_own(one)
             return
         try:
             with stripe_files.opened(folder, one.stripes, os.O_RDONLY) as fds:
@@ -99,11 +104,11 @@ async def on_target(
     folder: Path,
     incoming: Incoming | None,
     parts: Parts,
-    fills: Fills | None = None,
+    fills: Fills | TakeOver | None = None,
 ) -> None:
     """Refills the restored processes, by their inner pid, from the stripes in `folder`; `incoming` receives these, unless
-    they came with the image. `device`: as the source described it. `fills`: they go to memory on the GPU as they arrive, and
-    the processes get that memory."""
+    they came with the image. `device`: as the source described it. `fills`: they go to memory on the GPU as they arrive, or
+    that memory is taken over, and the processes get it."""
     if device:
         began = host.boottime_s()
         wanted_bytes = sum(one.total_bytes for one in device)
@@ -111,10 +116,10 @@ async def on_target(
         memories = await in_thread(_memories, processes, device)
         if incoming is not None and incoming.failed is not None:
             raise incoming.failed
-        if incoming is not None and fills is not None:
-            sizes = await incoming.wait(limit_s)
-            _must_match(device, sizes, await fills.give(processes, device, limit_s))
-            parts.add("refill", host.boottime_s() - began, wanted_bytes)
+        if fills is not None:
+            given_bytes = await fills.give(processes, device, limit_s)
+            stripe_files.must_match(device, stripe_files.sizes_of(device), given_bytes)
+            parts.add(fills.part, host.boottime_s() - began, wanted_bytes)
             await reach(Point.REFILLED)
         else:
             await _from_files(memories, device, folder, incoming, limit_s, parts)
@@ -145,14 +150,14 @@ async def _from_files(
         given_up.set()
         await _cancel(filling, memories)
         raise
-    _must_match(device, sizes, filled_bytes)
+    stripe_files.must_match(device, sizes, filled_bytes)
     parts.add("refill", host.boottime_s() - began, filled_bytes)
     await reach(Point.REFILLED)
 
 
 def must_be_here(folder: Path, device: Sequence[OffloadedMemory]) -> None:
     """Raises Unreachable unless all stripes arrived before a restart of this daemon closed their channel. Blocking."""
-    missing = [name for name, size in _expected(device).items() if _arrived_bytes(folder / name) != size]
+    missing = [name for name, size in stripe_files.sizes_of(device).items() if _arrived_bytes(folder / name) != size]
     if missing:
         raise Unreachable(
             f"this daemon was restarted while device memory was on its way: {', '.join(missing)} did not arrive whole",
@@ -224,17 +229,3 @@ async def _cancel(filling: asyncio.Future[int], memories: Sequence[DeviceMemory]
 
 def _sizes(folder: Path, device: Sequence[OffloadedMemory]) -> dict[str, int]:
     return {name: (folder / name).stat().st_size for one in device for name in one.stripes}
-
-
-def _expected(device: Sequence[OffloadedMemory]) -> dict[str, int]:
-    return {name: size for one in device for name, size in zip(one.stripes, one.bytes, strict=True)}
-
-
-def _must_match(device: Sequence[OffloadedMemory], sizes: Mapping[str, int], filled_bytes: int) -> None:
-    expected = _expected(device)
-    wrong = [name for name, size in expected.items() if sizes.get(name) != size]
-    if wrong or filled_bytes != sum(expected.values()):
-        raise Damaged(
-            f"device memory did not arrive whole: {', '.join(wrong) or f'{filled_bytes} bytes were filled'}",
-            where=Where.SOURCE_FROZEN,
-        )

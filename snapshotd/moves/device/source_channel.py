@@ -20,6 +20,7 @@ from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
+from snapshotd.proc.tree import Process
 from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.routes import routes_to
 
@@ -42,16 +43,20 @@ class SourceChannel:
         self.outgoing: Outgoing | None = None
         self._advanced = dict.fromkeys(self.names, 0)
         self._held: tuple[int, str] = 0, ""
+        self._holder: Process | None = None
         #: The target fills memory on its GPU while stripes arrive, once it knows the blocks.
         self.fills = False
+        #: The target takes the memory over where it is, once it knows the blocks. Nothing is sent.
+        self.takes_over = False
 
-    def hold(self, slot_bytes: int, gpu: str) -> None:
-        """Before `open`: the memory of this GPU stays there until it is sent, and the files are windows."""
-        self._held = slot_bytes, gpu
+    def hold(self, slot_bytes: int, gpu: str, holder: Process | None = None) -> None:
+        """Before `open`: the memory of this GPU stays there until it is sent, and the files are windows. `holder`: a target
+        of the same machine and GPU may take it over from this process instead."""
+        self._held, self._holder = (slot_bytes, gpu), holder
 
     @property
     def works(self) -> bool:
-        return self.outgoing is not None and self.outgoing.failed is None
+        return self.takes_over or (self.outgoing is not None and self.outgoing.failed is None)
 
     @property
     def sent_bytes(self) -> int:
@@ -72,11 +77,17 @@ class SourceChannel:
             slot_bytes=self._held[0],
             gpu=self._held[1],
         )
+        if self._holder is not None:
+            request.machine = self.node.room.machine
+            request.holder.CopyFrom(pb.ProcessId(pid=self._holder.pid, start_ticks=self._holder.start_ticks))
         try:
             async with self.node.client(begin.target_node, begin.target_endpoint) as client:
                 opened = await client.target.OpenDeviceChannel(request, timeout_s=OPEN_S)
             if not opened.sealed:
                 raise Internal(f"{begin.target_node} has an older version, with other data connections")
+            if opened.takes_over and self._holder is not None:
+                self.takes_over = True
+                return
             if opened.plain and not request.plain:
                 raise Internal(
                     f"{begin.target_node} wants device memory without encryption",
@@ -109,11 +120,12 @@ class SourceChannel:
         with contextlib.suppress(SnapshotError):  # then it follows the image
             await self.open(expected_bytes)
 
-    async def allocate(self, pid: int, blocks: Sequence[HeldBlock]) -> None:
-        """Tells a target that fills what to create. Raises a SnapshotError."""
+    async def allocate(self, pid: int, blocks: Sequence[HeldBlock], key: str) -> None:
+        """Tells a target that fills what to create, and one that takes over what to take: it has taken it then. Raises a
+        SnapshotError."""
         begin = self.log.begin
         listed = [pb.DeviceBlock(address=one.address, bytes=one.bytes, device=one.device) for one in blocks]
-        request = pb.AllocateDeviceMemoryRequest(move=begin.move, pid=pid, blocks=listed)
+        request = pb.AllocateDeviceMemoryRequest(move=begin.move, pid=pid, blocks=listed, key=key)
         async with self.node.client(begin.target_node, begin.target_endpoint) as client:
             await client.target.AllocateDeviceMemory(request, timeout_s=OPEN_S)
 
@@ -152,6 +164,7 @@ class SourceChannel:
 
     async def close(self) -> None:
         """Stops sending; the files stay. Idempotent."""
+        self.takes_over = False
         if self.outgoing is not None:
             outgoing, self.outgoing = self.outgoing, None
             await outgoing.close()

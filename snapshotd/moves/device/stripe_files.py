@@ -12,12 +12,12 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from snapshotd.api.errors import Full, Where
+from snapshotd.api.errors import Damaged, Full, Where
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.record_parts import OffloadedMemory
 from snapshotd.moves.rules import Mark
@@ -125,3 +125,19 @@ def sweep_ended(image_dir: Path, journal: Journal) -> None:
             known = next((log for log in journal.all() if log.move == name and log.begin.role == "source"), None)
             if known is None or known.last_mark is Mark.SETTLED:
                 sweep(image_dir, name)
+
+
+def sizes_of(device: Sequence[OffloadedMemory]) -> dict[str, int]:
+    """The size of each stripe, as the source described it."""
+    return {name: size for one in device for name, size in zip(one.stripes, one.bytes, strict=True)}
+
+
+def must_match(device: Sequence[OffloadedMemory], sizes: Mapping[str, int], filled_bytes: int | None = None) -> None:
+    """Raises Damaged unless the stripes have these sizes, and so many bytes were filled."""
+    expected = sizes_of(device)
+    wrong = [name for name, size in expected.items() if sizes.get(name) != size]
+    if wrong or filled_bytes not in {None, sum(expected.values())}:
+        raise Damaged(
+            f"device memory did not arrive whole: {', '.join(wrong) or f'{filled_bytes} bytes were filled'}",
+            where=Where.SOURCE_FROZEN,
+        )

@@ -15,7 +15,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, GpuFailed, RankGone, Refused, Undone, Where, WrongState
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry
-from snapshotd.moves.device import checkpoint_room, cuda_processes, memory, offload, standstill
+from snapshotd.moves.device import checkpoint_room, cuda_processes, hold, memory, offload, standstill
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, held_copy, leftovers
@@ -104,6 +104,7 @@ async def freeze(
             parked = standstill.parked_ones(processes, held_copy.processes(nccl))
             stop_others = functools.partial(standstill.stop_others, group, parked)
             size = await moving.offload.out(node.gpus, processes, parts, stop_others)
+        await hold.own_rest(node.gpus, processes, memory.copy_s(memory.total(uses)))
         await in_thread(checkpoint_room.begins, node, move, processes)
         return size
 

@@ -9,6 +9,7 @@ from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import SnapshotError, Usage
 from snapshotd.moves.device.fills import Fills
 from snapshotd.moves.device.stripe_files import NAME
+from snapshotd.moves.device.takeover import TakeOver
 from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.stripe_names import MAX_STRIPES
 
@@ -19,7 +20,7 @@ class DeviceChannels:
     def __init__(self, hosts: Sequence[str], credentials: Credentials, data_addresses: Sequence[str] = ()) -> None:
         self._hosts, self._credentials, self._data_addresses = hosts, credentials, data_addresses
         self._open: dict[str, Incoming] = {}
-        self._fills: dict[str, Fills] = {}
+        self._fills: dict[str, Fills | TakeOver] = {}
 
     async def open(
         self,
@@ -55,8 +56,9 @@ class DeviceChannels:
         )
         return incoming
 
-    async def fill(self, move: str, fills: Fills) -> None:
-        """Fills memory on the GPU from the channel's files. If it cannot begin, the channel is closed."""
+    async def fill(self, move: str, fills: Fills | TakeOver) -> None:
+        """Fills memory on the GPU from the channel's files, or takes it over without a channel. If it cannot begin, the
+        channel is closed."""
         self._fills[move] = fills
         try:
             await fills.start()
@@ -64,7 +66,7 @@ class DeviceChannels:
             await self.close(move)
             raise
 
-    def fills(self, move: str) -> Fills | None:
+    def fills(self, move: str) -> Fills | TakeOver | None:
         return self._fills.get(move)
 
     def find(self, move: str) -> Incoming | None:
@@ -85,5 +87,5 @@ class DeviceChannels:
             await fills.close()
 
     async def close_all(self) -> None:
-        for move in list(self._open):
+        for move in {*self._open, *self._fills}:
             await self.close(move)

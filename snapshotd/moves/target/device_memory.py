@@ -6,10 +6,13 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Where, WrongState
 from snapshotd.holder import window
 from snapshotd.inprocess.holding import HeldBlock
+from snapshotd.moves.device import takeover
 from snapshotd.moves.device.fills import Fills
+from snapshotd.moves.device.takeover import TakeOver
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.target.device_channels import DeviceChannels
+from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import in_thread
 
 
@@ -20,6 +23,11 @@ async def open_channel(
     plain = request.plain and node.config.device_channel == "plain"
     gpu = dict(move_log.record.gpu_pairs).get(request.gpu, "") if request.slot_bytes else ""
     fills = bool(gpu) and node.config.hold_device_memory
+    if fills and await _may_take_over(node, request, gpu):
+        await channels.close(request.move)
+        holder = Process(request.holder.pid, request.holder.start_ticks)
+        await channels.fill(request.move, TakeOver(node, request.move, holder))
+        return pb.OpenDeviceChannelReply(sealed=True, takes_over=True)
     folder, size_bytes = node.store.path(request.move), int(request.expected_bytes)
     if fills:
         size_bytes = min(size_bytes, window.target_bytes(len(request.names), int(request.slot_bytes)))
@@ -43,10 +51,20 @@ async def open_channel(
     )
 
 
-def allocate(channels: DeviceChannels, request: pb.AllocateDeviceMemoryRequest) -> pb.AllocateDeviceMemoryReply:
-    """The source has handed over the memory of a process: creates the same here, to be filled as it arrives."""
+async def _may_take_over(node: Node, request: pb.OpenDeviceChannelRequest, gpu: str) -> bool:
+    """Whether the source is a node of this very machine and the rank stays on its GPU; both nodes must allow it."""
+    same = bool(request.machine) and request.machine == node.room.machine and gpu == request.gpu
+    if not same or not node.config.hand_over_device_memory:
+        return False
+    return await in_thread(takeover.reaches, Process(request.holder.pid, request.holder.start_ticks))
+
+
+async def allocate(channels: DeviceChannels, request: pb.AllocateDeviceMemoryRequest) -> pb.AllocateDeviceMemoryReply:
+    """The source has handed over the memory of a process: creates the same here, to be filled as it arrives, or takes it
+    over."""
     fills = channels.fills(request.move)
     if fills is None:
         raise WrongState("this node fills no device memory for this move", where=Where.SOURCE_FROZEN)
-    fills.allocate(request.pid, [HeldBlock(one.address, one.bytes, one.device) for one in request.blocks])
+    blocks = [HeldBlock(one.address, one.bytes, one.device) for one in request.blocks]
+    await fills.allocate(request.pid, blocks, request.key)
     return pb.AllocateDeviceMemoryReply()

@@ -27,6 +27,7 @@ from snapshotd.moves.description import ImageDescription
 from snapshotd.moves.device import memory, refill
 from snapshotd.moves.device.fills import Fills
 from snapshotd.moves.device.parts import Parts
+from snapshotd.moves.device.takeover import TakeOver
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, socket_options
@@ -59,7 +60,9 @@ class Restore:
         self.node, self.log = node, move_log
         self.link: asyncio.Future[KeeperLink] = asyncio.get_running_loop().create_future()
 
-    async def run(self, parts: Parts, incoming: Incoming | None = None, fills: Fills | None = None) -> Fields:
+    async def run(
+        self, parts: Parts, incoming: Incoming | None = None, fills: Fills | TakeOver | None = None
+    ) -> Fields:
         """Restores; returns what is journalled about the held copy. `parts` collects timings, `incoming` receives offloaded
         device memory, which `fills` puts onto the GPU."""
         folder = self.node.store.path(self.log.move)
@@ -67,7 +70,7 @@ class Restore:
         arrived_image.must_be_of_rank(self.log, image)
         with span("verify image"):
             described = await in_thread(self._verify, folder, image)
-        if image.by_device_channel and incoming is None:
+        if image.by_device_channel and incoming is None and fills is None:
             await in_thread(refill.must_be_here, folder, image.offloaded)
         if (
             self.log.record.tethered and self.log.record.ended_before
@@ -91,7 +94,7 @@ class Restore:
         described: TreeFacts,
         parts: Parts,
         incoming: Incoming | None,
-        fills: Fills | None,
+        fills: Fills | TakeOver | None,
     ) -> Fields:
         begin = self.log.begin
         user = next(one.credentials for one in described.processes if one.pid == image.root)
@@ -143,7 +146,7 @@ class Restore:
         processes = _processes(group.pids(), image.cuda_pids)
         known = self.log.record
         pairs = [] if known.gpus_by_index else [Pair(old, new) for old, new in known.gpu_pairs]
-        beside = incoming if image.by_device_channel else None
+        beside, fills = (incoming, fills) if image.by_device_channel else (None, None)
         inner = dict(zip(image.cuda_pids, processes, strict=True))
         with span("device memory"):
             await memory.revive(

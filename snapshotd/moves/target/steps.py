@@ -197,7 +197,7 @@ class TargetSteps(TargetSettling):
     async def allocate_device_memory(self, request: AllocateRequest, caller: str) -> pb.AllocateDeviceMemoryReply:
         """The source has handed over the memory of a process: creates the same here, to be filled as it arrives."""
         self.authorise_source(request.move, caller)
-        return device_memory.allocate(self.device_channels, request)
+        return await device_memory.allocate(self.device_channels, request)
 
     @step
     async def seal(self, request: pb.SealRequest, caller: str) -> pb.SealReply:
