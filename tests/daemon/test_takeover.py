@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Denied, GpuFailed
+from snapshotd.api.errors import Denied, Full, GpuFailed
 from snapshotd.holder.client import Holder
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.moves.device import takeover
@@ -124,6 +125,20 @@ async def test_only_a_holder_is_asked(nodes: Nodes, tmp_path: Path) -> None:
             await taking.allocate(7, BLOCKS, KEY)
         pretender.kill()
     assert nodes.target.kept() == {}
+
+
+@pytest.mark.parametrize(("free_mib", "fits"), [(100, True), (99, False)])
+async def test_shared_gpu_must_have_room_for_memory_that_is_not_taken_over(free_mib: int, fits: bool) -> None:
+    """Before the freeze: the source puts it into files then, which leave the GPU."""
+    cards = [pb.Gpu(uuid=GPU, memory_free_bytes=free_mib << 20), pb.Gpu(uuid="GPU-2", memory_free_bytes=1 << 40)]
+
+    async def inventory(*, fresh: bool) -> Any:
+        assert fresh
+        return SimpleNamespace(gpus=cards)
+
+    node: Any = SimpleNamespace(gpus=SimpleNamespace(inventory=inventory))
+    with contextlib.nullcontext() if fits else pytest.raises(Full, match="99 MiB free, and 100 MiB"):
+        await device_memory._must_fit_twice(node, GPU, 100 << 20)
 
 
 def node_of(nodes: Nodes, *, allows: bool = True) -> Any:

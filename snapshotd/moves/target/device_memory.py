@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Where, WrongState
+from snapshotd.api.errors import Full, Where, WrongState
 from snapshotd.holder import window
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.moves.device import takeover
@@ -12,6 +12,7 @@ from snapshotd.moves.device.takeover import TakeOver
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.target.device_channels import DeviceChannels
+from snapshotd.proc.room import mib
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import in_thread
 
@@ -28,6 +29,8 @@ async def open_channel(
         holder = Process(request.holder.pid, request.holder.start_ticks)
         await channels.fill(request.move, TakeOver(node, request.move, holder))
         return pb.OpenDeviceChannelReply(sealed=True, takes_over=True)
+    if fills and gpu == request.gpu:
+        await _must_fit_twice(node, gpu, int(request.expected_bytes))
     folder, size_bytes = node.store.path(request.move), int(request.expected_bytes)
     if fills:
         size_bytes = min(size_bytes, window.target_bytes(len(request.names), int(request.slot_bytes)))
@@ -57,6 +60,19 @@ async def _may_take_over(node: Node, request: pb.OpenDeviceChannelRequest, gpu: 
     if not same or not node.config.hand_over_device_memory:
         return False
     return await in_thread(takeover.reaches, Process(request.holder.pid, request.holder.start_ticks))
+
+
+async def _must_fit_twice(node: Node, gpu: str, size_bytes: int) -> None:
+    """Raises Full if a GPU that both nodes share has no room for a copy of memory that stays on it: the source then takes it
+    off the GPU first. The job runs."""
+    inventory = await node.gpus.inventory(fresh=True)
+    free_bytes = sum(card.memory_free_bytes for card in inventory.gpus if card.uuid == gpu)
+    if free_bytes < size_bytes:
+        raise Full(
+            f"GPU {gpu} of both nodes has {mib(free_bytes)} free, and {mib(size_bytes)} would have to be on it twice",
+            remedy="set hold_device_memory and hand_over_device_memory to true on both nodes",
+            where=Where.SOURCE_RUNNING,
+        )
 
 
 async def allocate(channels: DeviceChannels, request: pb.AllocateDeviceMemoryRequest) -> pb.AllocateDeviceMemoryReply:
