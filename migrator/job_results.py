@@ -47,7 +47,9 @@ class JobResult:
     outcome: JobVerdict
     ranks: list[RankPlace]
     seconds: float
-    bytes: int = 0
+    bytes: int = 0  # stored and sent
+    copied_bytes: int = 0  # snapshot: of these, sent to the nodes that keep copies
+    found_bytes: int = 0  # snapshot: of the copies, not sent, because those nodes had them in other images
     pause_s: float = 0.0  # snapshot
     phases: list[PhaseTime] = field(default_factory=list)
     parts: list[PhaseTime] = field(default_factory=list)  # the parts of phases: the longest of all ranks, and all bytes
@@ -72,6 +74,8 @@ class JobResult:
             "seconds": round(self.seconds, 4),
             "pause_s": round(self.pause_s, 4),
             "bytes": self.bytes,
+            "copied_bytes": self.copied_bytes,
+            "found_bytes": self.found_bytes,
             "phases": [phase.to_json() for phase in self.phases],
             "parts": [part.to_json() for part in self.parts],
             "warnings": self.warnings,

@@ -8,6 +8,7 @@ import logging
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 
 from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
@@ -39,6 +40,7 @@ from snapshotd.keepers.relay import Relays
 from snapshotd.moves import stopping
 from snapshotd.moves.carry import Carry
 from snapshotd.moves.history import History
+from snapshotd.moves.jobs import replicas
 from snapshotd.moves.jobs.communicators import JobCommunicators
 from snapshotd.moves.jobs.coordinator import JobSteps
 from snapshotd.moves.jobs.ending import Endings
@@ -99,6 +101,7 @@ class Daemon:
         self.holder = Holder(config.run_dir / "holder.sock")
         parts = (store, suspended, carry, self.gpus, room, self.holder)
         self.node = Node(config, journal, reserve, ranks, *parts, connect, self._lost)
+        store.known_blocks.images_for = partial(replicas.images_for, self.node)
         self.relays = Relays(self.node)
         self.peer = PeerSteps(self.node)
         self.gates = GateSteps(self.node)

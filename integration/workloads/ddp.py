@@ -21,6 +21,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--pace-s", type=float, default=0.02)
 parser.add_argument("--width", type=int, default=256)
+parser.add_argument("--frozen-mib", type=int, default=0, help="weights that are not trained")
 parser.add_argument("--late-group-at", type=int, default=-1, help="the step at which a new group is made")
 parser.add_argument("--until", default="", help="train until this file exists, instead of for so many steps")
 parser.add_argument("--witness", default="", help="append each step to this file, which is opened by name every time")
@@ -91,9 +92,13 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(
-        torch.nn.Sequential(torch.nn.Linear(64, options.width), torch.nn.ReLU(), torch.nn.Linear(options.width, 64))
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(64, options.width), torch.nn.ReLU(), torch.nn.Linear(options.width, 64)
     )
+    if options.frozen_mib:
+        weights = torch.rand(options.frozen_mib << 18, generator=torch.Generator().manual_seed(1))
+        layers.register_parameter("frozen", torch.nn.Parameter(weights, requires_grad=False))
+    model = torch.nn.parallel.DistributedDataParallel(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     noise = torch.Generator().manual_seed(rank + 1)
     ballast = [torch.randn(1 << 18, generator=noise) for _ in range(options.ballast_mib)]

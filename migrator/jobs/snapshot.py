@@ -39,7 +39,7 @@ class Snapshot(Suspension):
         super().__init__(cluster, options, found, coordinator, on_event)
         self.incarnations = [one.rank.incarnation for one in found]
         self.facts: dict[str, pb.RankFacts] = {}  # by rank uid
-        self.nonces: dict[str, bytes] = {}  # by move
+        self.prepared: dict[str, pb.PrepareReply] = {}  # by move
         self.frozen_s = 0.0
 
     @property
@@ -56,6 +56,10 @@ class Snapshot(Suspension):
 
     def places(self) -> list[RankPlace]:
         return [RankPlace(part.rank, part.rank_uid, part.node, copy=part.copy_node) for part in self.participants]
+
+    @property
+    def copied_bytes(self) -> int:
+        return sum(self.bytes[part.copy][0] for part in self.participants if part.copy in self.bytes)
 
     def inspected(self, part: pb.Participant, reply: pb.InspectReply) -> None:
         self.facts[part.rank_uid] = reply.facts
@@ -78,8 +82,8 @@ class Snapshot(Suspension):
                 coordinator=self.coordinates,
                 keep=True,
             )
-            reply = await (await self.client(part.copy_node)).target.Prepare(request, timeout_s=timeout_s)
-            self.nonces[part.copy] = reply.nonce
+            client = await self.client(part.copy_node)
+            self.prepared[part.copy] = await client.target.Prepare(request, timeout_s=timeout_s)
 
         await each(self.participants, ask)
 
@@ -110,7 +114,8 @@ class Snapshot(Suspension):
                 move=part.copy,
                 target_node=part.copy_node,
                 target_endpoint=part.copy_endpoint,
-                nonce=self.nonces[part.copy],
+                nonce=self.prepared[part.copy].nonce,
+                offer_blocks=self.prepared[part.copy].finds_blocks,
             )
             async for progress in (await self.client(part.node)).source.Send(request, timeout_s=timeout_s):
                 self.sent("copy", part.copy, progress)

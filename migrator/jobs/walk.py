@@ -49,7 +49,7 @@ class JobRun(ABC):
         self.reached = 0
         self.undoing = False
         self.began = time.monotonic()
-        self.bytes: dict[str, tuple[int, int]] = {}  # by move: sent, expected
+        self.bytes: dict[str, tuple[int, int, int]] = {}  # by move: sent, found on the target, expected
         self.parts: dict[str, PhaseTime] = {}  # by name
         self.warnings: list[str] = []
         self.unconfirmed: list[str] = []  # ranks whose nodes have not confirmed the undo, and why
@@ -142,9 +142,14 @@ class JobRun(ABC):
         return
 
     def sent(self, phase: str, move: str, progress: pb.Progress) -> None:
-        self.bytes[move] = (progress.bytes_sent, progress.bytes_expected)
-        done, expected = (sum(column) for column in zip(*self.bytes.values(), strict=True))
-        self.reporter.sent(phase, done, expected)
+        self.bytes[move] = (progress.bytes_sent, progress.bytes_found, progress.bytes_expected)
+        sent, found, expected = (sum(column) for column in zip(*self.bytes.values(), strict=True))
+        self.reporter.sent(phase, sent + found, expected)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of a snapshot: sent to the nodes that keep copies."""
+        return 0
 
     def add_parts(self, parts: Iterable[pb.Part]) -> None:
         """Of one rank. The ranks work at the same time, so the longest counts."""
@@ -320,7 +325,9 @@ def _result(run: JobRun, verdict: JobVerdict, reason: str, state: str, error: Sn
         ranks=run.places(),
         seconds=time.monotonic() - run.began,
         pause_s=run.pause_s,
-        bytes=sum(done for done, _ in run.bytes.values()),
+        bytes=sum(sent for sent, _, _ in run.bytes.values()),
+        copied_bytes=run.copied_bytes,
+        found_bytes=sum(found for _, found, _ in run.bytes.values()),
         phases=run.reporter.phases,
         parts=list(run.parts.values()),
         reason=reason,

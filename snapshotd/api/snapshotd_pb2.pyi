@@ -2431,6 +2431,7 @@ class Progress(_message.Message):
     STREAM_SECONDS_FIELD_NUMBER: _builtins.int
     CHUNKS_RESENT_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    BYTES_FOUND_FIELD_NUMBER: _builtins.int
     bytes_sent: _builtins.int
     bytes_zero: _builtins.int
     """all-zero pages, which are not sent"""
@@ -2439,6 +2440,8 @@ class Progress(_message.Message):
     dump_seconds: _builtins.float
     stream_seconds: _builtins.float
     chunks_resent: _builtins.int
+    bytes_found: _builtins.int
+    """by the target in its other images of the job, and not sent"""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
         """of the whole step; only in the last message"""
@@ -2454,10 +2457,11 @@ class Progress(_message.Message):
         stream_seconds: _builtins.float = ...,
         chunks_resent: _builtins.int = ...,
         parts: _abc.Iterable[Global___Part] | None = ...,
+        bytes_found: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_expected", b"bytes_expected", "bytes_sent", b"bytes_sent", "bytes_zero", b"bytes_zero", "chunks_resent", b"chunks_resent", "done", b"done", "dump_seconds", b"dump_seconds", "parts", b"parts", "stream_seconds", b"stream_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_expected", b"bytes_expected", "bytes_found", b"bytes_found", "bytes_sent", b"bytes_sent", "bytes_zero", b"bytes_zero", "chunks_resent", b"chunks_resent", "done", b"done", "dump_seconds", b"dump_seconds", "parts", b"parts", "stream_seconds", b"stream_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2737,7 +2741,10 @@ class PrepareReply(_message.Message):
 
     NONCE_FIELD_NUMBER: _builtins.int
     GPU_PAIRS_FIELD_NUMBER: _builtins.int
+    FINDS_BLOCKS_FIELD_NUMBER: _builtins.int
     nonce: _builtins.bytes
+    finds_blocks: _builtins.bool
+    """chunks may be offered by the digests of their blocks (snapshotd/transport/image/blocks.py)"""
     @_builtins.property
     def gpu_pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuPair]:
         """for every GPU of the source node; the new ones are reserved until the move ends"""
@@ -2747,10 +2754,11 @@ class PrepareReply(_message.Message):
         *,
         nonce: _builtins.bytes = ...,
         gpu_pairs: _abc.Iterable[Global___GpuPair] | None = ...,
+        finds_blocks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_pairs", b"gpu_pairs", "nonce", b"nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finds_blocks", b"finds_blocks", "gpu_pairs", b"gpu_pairs", "nonce", b"nonce"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4137,6 +4145,7 @@ class SendRequest(_message.Message):
     TARGET_NODE_FIELD_NUMBER: _builtins.int
     TARGET_ENDPOINT_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
+    OFFER_BLOCKS_FIELD_NUMBER: _builtins.int
     image: _builtins.str
     """the rank's move in the suspension"""
     move: _builtins.str
@@ -4145,6 +4154,8 @@ class SendRequest(_message.Message):
     target_endpoint: _builtins.str
     nonce: _builtins.bytes
     """the target's, from Prepare"""
+    offer_blocks: _builtins.bool
+    """the target finds blocks in its other images of the job (PrepareReply): send the rest"""
     def __init__(
         self,
         *,
@@ -4153,10 +4164,11 @@ class SendRequest(_message.Message):
         target_node: _builtins.str = ...,
         target_endpoint: _builtins.str = ...,
         nonce: _builtins.bytes = ...,
+        offer_blocks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "move", b"move", "nonce", b"nonce", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "move", b"move", "nonce", b"nonce", "offer_blocks", b"offer_blocks", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,7 @@ import msgspec
 
 from snapshotd.api.errors import Damaged, Where
 from snapshotd.files.closed import Row
-from snapshotd.transport.image.store import AHEAD
+from snapshotd.transport.image.receiving import AHEAD
 
 FILE = "closed.json"  # in the image, and in the journal's folder of the move
 MAX_BYTES = 64 << 20  # more than a look finds (snapshotd/files/closed.py)

@@ -37,6 +37,7 @@ from snapshotd.proc.privileges import Credentials
 from snapshotd.transport.device import records
 from snapshotd.transport.device.records import StripeError
 from snapshotd.transport.image import frame as image_frame
+from snapshotd.transport.image.blocks import Offered
 
 SEEDS = Path(__file__).parent / "seeds"
 
@@ -152,6 +153,18 @@ def image_header(data: bytes) -> None:
     if found.kind is image_frame.Kind.DATA:
         assert sum(end - start for start, end in found.runs()) == found.payload_bytes
         assert found.payload_bytes <= image_frame.MAX_CHUNK_BYTES
+
+
+def image_blocks(data: bytes) -> None:
+    """The payload of an offered chunk of 256 KiB."""
+    frame = image_frame.Frame(image_frame.Kind.BLOCKS, 1, "pages-1.img", 0, 256 << 10, payload=data)
+    found = Offered.parse(frame)
+    assert all(len(digest) == image_frame.BLOCK_DIGEST_BYTES for digest in found.digests.values())
+    assert all(len(content) == end - start for content, (start, end) in _with_spans(found))
+
+
+def _with_spans(found: Offered) -> list[tuple[memoryview, tuple[int, int]]]:
+    return [(content, found.spans[number]) for number, content in found.contents.items()]
 
 
 def image_answer(data: bytes) -> None:
@@ -274,6 +287,7 @@ TARGETS = {
     "nccl-report": Target(nccl_report, (Damaged,)),
     "elf": Target(elf_file, ()),
     "image-header": Target(image_header, (Damaged,)),
+    "image-blocks": Target(image_blocks, (Damaged,)),
     "image-answer": Target(image_answer, (Damaged,)),
     "device-record": Target(device_record, ()),
     "device-reply": Target(device_reply, (StripeError,)),

@@ -226,6 +226,7 @@ class _Sending:
         return pb.Progress(
             bytes_sent=self.sender.bytes_sent if self.sender is not None else 0,
             bytes_zero=self.sender.bytes_zero if self.sender is not None else 0,
+            bytes_found=self.sender.bytes_found if self.sender is not None else 0,
             bytes_expected=self.expected_bytes,
             done=done,
             stream_seconds=host.boottime_s() - self.began_s,
@@ -238,7 +239,8 @@ class _Sending:
         if request.target_node == self.node.config.node:
             files = await in_thread(self._link_stripes, files)
         self.expected_bytes = await in_thread(_size_bytes, files)
-        async with sink.streams() as streams, Sender(streams, self.node.config.chunk_bytes) as self.sender:
+        offers, chunk_bytes = request.offer_blocks, self.node.config.chunk_bytes
+        async with sink.streams() as streams, Sender(streams, chunk_bytes, offers=offers) as self.sender:
             for path in files:
                 await self.sender.put_file(path.name, path)
             sent = await self.sender.finish()

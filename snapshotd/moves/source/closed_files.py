@@ -40,8 +40,8 @@ from snapshotd.proc import host, maps, users
 from snapshotd.proc.files import GONE
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.spans import span
+from snapshotd.transport.image.receiving import AHEAD
 from snapshotd.transport.image.sender import Sender
-from snapshotd.transport.image.store import AHEAD
 
 log = logging.getLogger(__name__)
 

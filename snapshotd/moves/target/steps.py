@@ -396,7 +396,7 @@ class TargetSteps(TargetSettling):
 
 def _prepared(move_log: MoveLog) -> pb.PrepareReply:
     pairs = [pb.GpuPair(old_uuid=old, new_uuid=new) for old, new in move_log.record.gpu_pairs]
-    return pb.PrepareReply(nonce=move_log.nonce, gpu_pairs=pairs)
+    return pb.PrepareReply(nonce=move_log.nonce, gpu_pairs=pairs, finds_blocks=True)
 
 
 def _must_be_sealed(sealed: bool, caller: str) -> None:

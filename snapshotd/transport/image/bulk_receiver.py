@@ -145,10 +145,7 @@ class _BulkReceiver:
                     buffer = memoryview(bytearray(frame.payload_bytes))
                 frame.payload = buffer[: frame.payload_bytes]
                 _read_payload(connection, frame, frame.payload)
-            stored = self._store.write(self._move, frame)
-            if not stored:
-                log.warning("images of %s: %s at %d arrived damaged", self._move, frame.name, frame.offset)
-            send_message(connection, Answer(Kind.OK if stored else Kind.BAD, frame.sequence).message())
+            send_message(connection, self._store.take(self._move, frame).message())
 
 
 def _read_payload(connection: Connection, frame: Frame, into: memoryview) -> None:

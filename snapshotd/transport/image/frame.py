@@ -32,6 +32,7 @@ PAGE_BYTES = 4096
 MAX_CHUNK_BYTES = 8 << 20
 MAX_FILE_BYTES = 1 << 40
 DIGEST_BYTES = 16
+BLOCK_DIGEST_BYTES = 16
 
 IMAGE_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 
@@ -48,8 +49,10 @@ _ZERO_DIGIT = ord("0")
 class Kind(IntEnum):
     DATA = 1  # `length` bytes of a file at `offset`, some of whose pages may be zero
     HOLE = 2  # `length` zero bytes at `offset`; an empty file is a hole of no length
+    BLOCKS = 3  # `length` bytes, of which the payload has digests of some blocks instead of their content (blocks.py)
     OK = 16  # the chunk with this sequence is verified and stored
     BAD = 17  # it arrived damaged and must be sent again
+    MISSING = 19  # of a BLOCKS: the text is a bitmap of the blocks whose content must be sent
     ERROR = 18  # the stream has ended; the text is an encoded SnapshotError
 
 
@@ -76,15 +79,18 @@ class Frame:
         if self.digest:
             return
         if self.kind is Kind.DATA:
-            assert not isinstance(self.payload, memoryview)
-            self.bitmap = zero_bitmap(self.payload)
-            if self.bitmap:
-                view = memoryview(self.payload)
-                self.payload = b"".join(view[start:end] for start, end in _runs(self.bitmap, self.length))
-                self.payload_bytes = len(self.payload)
-            if not self.payload_bytes:
-                self.kind, self.bitmap = Kind.HOLE, b""
+            self.leave_out_zero_pages()
         self.digest = self.computed_digest()
+
+    def leave_out_zero_pages(self) -> None:
+        assert not isinstance(self.payload, memoryview)
+        self.bitmap = zero_bitmap(self.payload)
+        if self.bitmap:
+            view = memoryview(self.payload)
+            self.payload = b"".join(view[start:end] for start, end in _runs(self.bitmap, self.length))
+            self.payload_bytes = len(self.payload)
+        if not self.payload_bytes:
+            self.kind, self.bitmap = Kind.HOLE, b""
 
     def header(self) -> bytes:
         name = self.name.encode()
@@ -141,7 +147,7 @@ def parse_header(message: bytes) -> Frame:
     magic, version, kind, name_bytes, sequence, offset, length, payload_bytes = _HEADER.unpack_from(blob)
     if magic != _MAGIC or version not in (VERSION, STRONG_VERSION):
         raise Damaged(f"not a frame of version {VERSION} or {STRONG_VERSION}: it begins with {blob[:5]!r}")
-    if kind not in (Kind.DATA, Kind.HOLE):
+    if kind not in (Kind.DATA, Kind.HOLE, Kind.BLOCKS):
         raise Damaged(f"frame of kind {kind} where a chunk was expected")
     digest = blob[_HEADER.size : _HEADER_BYTES]
     raw_name = blob[_HEADER_BYTES : _HEADER_BYTES + name_bytes]
@@ -153,10 +159,24 @@ def parse_header(message: bytes) -> Frame:
         raise Damaged(f"{name}: a chunk at {offset} of {length} bytes lies beyond {MAX_FILE_BYTES} bytes")
     frame = Frame(Kind(kind), sequence, name, offset, length, bitmap, payload_bytes, digest)
     frame.strong = version == STRONG_VERSION
+    if frame.kind is Kind.BLOCKS:
+        _check_blocks(frame)
+        return frame
     expected = _payload_expected(frame)
     if payload_bytes != expected:
         raise Damaged(f"{name}: the chunk at {offset} announces {payload_bytes} bytes, its bitmap {expected}")
     return frame
+
+
+def _check_blocks(frame: Frame) -> None:
+    """That its payload is no larger than two bitmaps and the content: only the first and last block may be shorter than a
+    digest."""
+    if not 0 < frame.length <= MAX_CHUNK_BYTES or frame.bitmap:
+        raise Damaged(f"{frame.name}: {frame.length} bytes with a bitmap of {len(frame.bitmap)} are offered")
+    most_blocks = frame.length // PAGE_BYTES + 2
+    most_bytes = 2 * -(-most_blocks // 8) + 2 * BLOCK_DIGEST_BYTES + frame.length
+    if not 0 < frame.payload_bytes <= most_bytes:
+        raise Damaged(f"{frame.name}: the chunk at {frame.offset} is offered with {frame.payload_bytes} bytes")
 
 
 def _payload_expected(frame: Frame) -> int:
@@ -196,7 +216,7 @@ def parse_answer(message: bytes) -> Answer:
     if not _ANSWER.size <= len(blob) <= _ANSWER.size + _MAX_TEXT_BYTES:
         raise Damaged(f"the target sent an answer of {len(blob)} bytes, which is invalid")
     magic, version, kind, sequence = _ANSWER.unpack_from(blob)
-    if magic != _MAGIC or version != VERSION or kind not in (Kind.OK, Kind.BAD, Kind.ERROR):
+    if magic != _MAGIC or version != VERSION or kind not in (Kind.OK, Kind.BAD, Kind.MISSING, Kind.ERROR):
         raise Damaged(f"the target sent an invalid answer: {blob[:16]!r}")
     return Answer(Kind(kind), sequence, blob[_ANSWER.size :])
 

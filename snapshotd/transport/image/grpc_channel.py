@@ -134,10 +134,7 @@ async def _store_chunks(
     while (frame := await arrived.get()) is not None:
         if isinstance(frame, SnapshotError):
             raise frame
-        stored = await in_thread(store.write, move, frame)
-        if not stored:
-            log.warning("images of %s: %s at %d arrived damaged", move, frame.name, frame.offset)
-        await context.write(Answer(Kind.OK if stored else Kind.BAD, frame.sequence).message())
+        await context.write((await in_thread(store.take, move, frame)).message())
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -6,7 +6,7 @@ import asyncio
 
 from snapshotd.api.errors import SnapshotError
 from snapshotd.runtime.blocking import in_thread
-from snapshotd.transport.image.frame import Answer, Frame, Kind
+from snapshotd.transport.image.frame import Answer, Frame
 from snapshotd.transport.image.store import ImageStore
 
 
@@ -24,17 +24,17 @@ class LocalStream:
         if self._over:
             return False
         try:
-            stored = await in_thread(self._write, frame)
+            answer = await in_thread(self._take, frame)
         except SnapshotError as error:
             self._over = True
             self._answers.put_nowait(error)
             return False
-        self._answers.put_nowait(Answer(Kind.OK if stored else Kind.BAD, frame.sequence))
+        self._answers.put_nowait(answer)
         return True
 
-    def _write(self, frame: Frame) -> bool:
+    def _take(self, frame: Frame) -> Answer:
         frame.prepare()
-        return self._store.write(self._move, frame)
+        return self._store.take(self._move, frame)
 
     async def receive(self) -> Answer | None:
         answer = await self._answers.get()

@@ -23,6 +23,7 @@ from typing import Self
 from snapshotd.api.errors import Damaged, Internal, SnapshotError, Unreachable, Where, from_wire
 from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport.image.blocks import MIN_OFFER_BYTES, Offer
 from snapshotd.transport.image.chunk_list import Chunks, summary
 from snapshotd.transport.image.fifo import Stop, read_chunk, readable, unread_bytes
 from snapshotd.transport.image.frame import (
@@ -51,6 +52,7 @@ class _Held:
     frame: Frame
     sends: int = 0
     buffer: bytearray | None = None  # that the frame uses until then
+    offer: Offer | None = None
 
 
 class Sender:
@@ -64,8 +66,12 @@ class Sender:
         streams: Sequence[Stream],
         chunk_bytes: int = 2 << 20,
         on_bytes: Callable[[int, int], None] | None = None,
+        *,
+        offers: bool = False,
     ) -> None:
         """Takes over the streams, and ends them.
+
+        `offers`: the target may have blocks of regular files already, in other images: their chunks are offered (blocks.py).
 
         `on_bytes(bytes_sent, bytes_zero)` is called on the loop with the totals after every chunk the target has stored.
         """
@@ -73,12 +79,14 @@ class Sender:
             raise Internal(f"chunks of {chunk_bytes} bytes: {PAGE_BYTES} to {MAX_CHUNK_BYTES} are possible")
         self.bytes_sent = 0
         self.bytes_zero = 0
+        self.bytes_found = 0  # in other images on the target
         self.chunks_resent = 0
         self.peak_chunks_held = 0
         self._streams = streams
         self.strong = any(stream.strong for stream in streams)
         self.chunk_bytes = chunk_bytes
         self._on_bytes = on_bytes
+        self._offers = offers
         self._slots = asyncio.Semaphore(WINDOW * len(streams))
         self._ready: asyncio.Queue[_Held] = asyncio.Queue()
         self._held: dict[int, _Held] = {}
@@ -234,7 +242,7 @@ class Sender:
             while offset < size or not begun:
                 begun = True
                 chunk = partial(file_chunk, name, fd, offset, size, self.chunk_bytes, self.strong)
-                frame, _ = await self._read_into_slot(chunk)
+                frame, _ = await self._read_into_slot(chunk, offers=self._offers)
                 offset += frame.length if frame is not None else 0
         except OSError as error:
             raise Internal(f"{name} cannot be sent: {error}", where=Where.SOURCE_FROZEN) from error
@@ -246,7 +254,9 @@ class Sender:
     async def _until_stored(self) -> None:
         await self._all_stored.wait()
 
-    async def _read_into_slot(self, read: Callable[[int], tuple[Frame | None, Stop]]) -> tuple[Frame | None, Stop]:
+    async def _read_into_slot(
+        self, read: Callable[[int], tuple[Frame | None, Stop]], *, offers: bool = False
+    ) -> tuple[Frame | None, Stop]:
         """Runs `read(sequence)` in a thread when there is a free slot, and queues the chunk for the streams."""
         await self._slots.acquire()
         self._sequence += 1
@@ -257,13 +267,13 @@ class Sender:
             if frame is None:
                 self._slots.release()
         if frame is not None:
-            self._keep(frame)
+            self._keep(frame, Offer(frame) if offers and frame.length >= MIN_OFFER_BYTES else None)
         return frame, stop
 
-    def _keep(self, frame: Frame) -> None:
+    def _keep(self, frame: Frame, offer: Offer | None = None) -> None:
         """Queues a chunk that has a slot for the streams."""
         self._held[frame.sequence] = _Held(
-            frame, buffer=frame.payload if isinstance(frame.payload, bytearray) else None
+            frame, buffer=frame.payload if isinstance(frame.payload, bytearray) else None, offer=offer
         )
         self.peak_chunks_held = max(self.peak_chunks_held, len(self._held))
         self._all_stored.clear()
@@ -276,7 +286,8 @@ class Sender:
             await window.acquire()
             held = await self._ready.get()
             held.sends += 1
-            if not await stream.send(held.frame):
+            message = held.frame if held.offer is None else await in_thread(held.offer.message)
+            if not await stream.send(message):
                 return  # ended: the task that receives the answers learns the reason
 
     async def _take_answers(self, stream: Stream, window: asyncio.Semaphore) -> None:
@@ -295,11 +306,14 @@ class Sender:
         held = self._held.get(answer.sequence)
         if held is None:
             raise Damaged(f"the target answered for chunk {answer.sequence}, which is not in transit")
-        frame = held.frame
-        if answer.kind is Kind.BAD:
+        frame, offer = held.frame, held.offer
+        if answer.kind is not Kind.OK:
             if held.sends >= MAX_SENDS:
                 raise Damaged(f"{frame.name}: the chunk at {frame.offset} arrived damaged {held.sends} times")
-            self.chunks_resent += 1
+            if answer.kind is Kind.BAD:
+                self.chunks_resent += 1
+            if offer is not None:
+                offer.refused(answer)
             self._ready.put_nowait(held)
             return
         del self._held[answer.sequence]
@@ -307,7 +321,8 @@ class Sender:
             self._buffers.append(held.buffer)
         self._files[frame.name][frame.offset] = (frame.length, frame.digest)
         self._slots.release()
-        self.bytes_sent += frame.payload_bytes
+        self.bytes_sent += frame.payload_bytes if offer is None else offer.sent_bytes
+        self.bytes_found += 0 if offer is None else max(0, frame.payload_bytes - offer.content_bytes)
         self.bytes_zero += frame.length - frame.payload_bytes
         if not self._held:
             self._all_stored.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from snapshotd.api.errors import Damaged, Where
@@ -23,6 +24,14 @@ def file_chunk(
     if len(data) != end - offset:
         raise Damaged(f"{name} became shorter while it was being sent", where=Where.SOURCE_FROZEN)
     return raw_frame(sequence, name, offset, data, strong=strong), Stop.FULL
+
+
+def data_ranges(fd: int) -> Iterator[tuple[int, int]]:
+    """The ranges of a file that are not holes, in order. Blocks."""
+    size, offset = os.fstat(fd).st_size, 0
+    while (start := _seek(fd, offset, os.SEEK_DATA, size)) < size:
+        offset = _seek(fd, start, os.SEEK_HOLE, size)
+        yield start, offset
 
 
 def _seek(fd: int, offset: int, whence: int, size: int) -> int:

@@ -18,18 +18,19 @@ import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from snapshotd.api.errors import Damaged, Full, Internal, NotFound, SnapshotError, WrongState
 from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.proc import meminfo
 from snapshotd.proc.room import Room, mib
-from snapshotd.transport.image.chunk_list import Chunks, is_complete
-from snapshotd.transport.image.frame import IMAGE_NAME, MAX_FILE_BYTES, Frame
-from snapshotd.transport.image.overlay import Covered, file_of
+from snapshotd.transport.image.chunk_list import is_complete
+from snapshotd.transport.image.frame import IMAGE_NAME, MAX_FILE_BYTES, Answer, Frame, Kind
+from snapshotd.transport.image.known_blocks import KnownBlocks
+from snapshotd.transport.image.overlay import file_of
+from snapshotd.transport.image.receiving import Receiving
 from snapshotd.transport.image.sparse_file import put
 from snapshotd.transport.image.sync import sync_files, sync_folder
 
@@ -38,41 +39,11 @@ log = logging.getLogger(__name__)
 MOVE_NAME = re.compile(r"m-[0-9a-f]{12}")
 MAX_FILES = 100_000
 MAX_CHUNKS = 1 << 20
-#: What is sent while the rank still runs begins with this. If the source does not list it later, it was sent before a restart
-#: of the source's daemon, and counts as nothing.
-AHEAD = "ahead-"
 #: What images have reserved, in `Room`.
 ROOM = "images"
 #: What images on a disk leave free there for everything else; of a small file system the twentieth part.
 LEFT_FREE_BYTES = 1 << 30
 _SEAL_NAME = ".sealed"  # not a valid name of an image file
-
-
-@dataclass
-class _Receiving:
-    """A move whose chunks are arriving. Guarded by its condition."""
-
-    directory: Path
-    capacity_bytes: int
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    chunks: dict[str, Chunks] = field(default_factory=dict)
-    chunk_count: int = 0
-    written_bytes: int = 0
-    writers: int = 0
-    closed: bool = False  # being sealed or dropped: no writer may begin
-    beside: tuple[str, ...] = ()  # files of the move that the device-memory channel writes
-    beside_bytes: int = 0  # … and the memory reserved for them
-    window_bytes: int = 0  # of `capacity_bytes`: all that was reserved for them, if that is a window of them
-    refused: str = ""  # why nothing more is written
-    covered: Covered = field(default_factory=Covered)
-
-    def taken_beside_bytes(self) -> int:
-        """The memory that those files take, including what is reserved ahead."""
-        taken_bytes = 0
-        for name in self.beside:
-            with suppress(FileNotFoundError):
-                taken_bytes += (self.directory / name).stat(follow_symlinks=False).st_blocks * 512
-        return taken_bytes
 
 
 class ImageStore:
@@ -83,10 +54,11 @@ class ImageStore:
         `room`: where the memory of other images is reserved; None: no others use this machine."""
         self._root, self._on_disk, self._room = image_dir, on_disk, room
         self._lock = threading.Lock()
-        self._receiving: dict[str, _Receiving] = {}
+        self._receiving: dict[str, Receiving] = {}
         self._sealed: dict[str, str] = {}  # move -> the sealed list of files
         self._dropping: list[threading.Thread] = []
         self._undropped: set[str] = set()
+        self.known_blocks = KnownBlocks()
         if room is not None and not on_disk:
             room.count(ROOM, self.reserved_bytes)
         image_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,7 +91,7 @@ class ImageStore:
                 directory.mkdir(mode=0o700)
             except OSError as error:
                 raise _translated(error, f"creating {directory}") from error
-            self._receiving[move] = _Receiving(directory, capacity_bytes, window_bytes=window_bytes)
+            self._receiving[move] = Receiving(directory, capacity_bytes, window_bytes=window_bytes)
 
     def write(self, move: str, frame: Frame) -> bool:
         """Writes one chunk; False, with nothing written, if it arrived damaged and must be sent again.
@@ -147,6 +119,19 @@ class ImageStore:
                 receiving.chunk_count += 1
         return True
 
+    def take(self, move: str, frame: Frame) -> Answer:
+        """Writes one chunk, as `write`, or puts one together that is offered. Returns the answer to it."""
+        if frame.kind is Kind.BLOCKS:
+            with self._writing(move):  # it is not dropped in the meantime
+                found = self.known_blocks.put_together(move, frame)
+            if isinstance(found, bytes):
+                return Answer(Kind.MISSING, frame.sequence, found)
+            frame = found
+        if self.write(move, frame):
+            return Answer(Kind.OK, frame.sequence)
+        log.warning("images of %s: %s at %d arrived damaged", move, frame.name, frame.offset)
+        return Answer(Kind.BAD, frame.sequence)
+
     def seal(self, move: str, files: Sequence[ImageFile]) -> list[str]:
         """The names of files that are incomplete, missing or unexpected. If there are none, the move is sealed."""
         directory = self._directory(move)
@@ -162,7 +147,7 @@ class ImageStore:
             raise _unknown(move)
         with receiving.changed:
             self._close(move, receiving)
-            _drop_unlisted(receiving, wanted)
+            receiving.drop_unlisted(wanted)
             damaged = {file.name for file in files if not is_complete(file, receiving.chunks.get(file.name, {}))}
             damaged |= set(receiving.chunks) - set(wanted)
             damaged |= {name for name, times in wanted.items() if times > 1}
@@ -188,6 +173,7 @@ class ImageStore:
         with self._lock:
             self._sealed[move] = summary
             self._receiving.pop(move, None)
+        self.known_blocks.forget(move)
         return []
 
     def sealed(self, move: str) -> bool:
@@ -217,6 +203,7 @@ class ImageStore:
             with receiving.changed:
                 receiving.closed = True
                 receiving.changed.wait_for(lambda: not receiving.writers)
+        self.known_blocks.forget(move)
         try:
             shutil.rmtree(directory)
         except FileNotFoundError:
@@ -315,7 +302,7 @@ class ImageStore:
         return self._root / move
 
     @contextmanager
-    def _writing(self, move: str) -> Iterator[_Receiving]:
+    def _writing(self, move: str) -> Iterator[Receiving]:
         """While a chunk is being written, the move cannot be sealed or dropped."""
         self._directory(move)
         with self._lock:
@@ -338,16 +325,14 @@ class ImageStore:
                 receiving.writers -= 1
                 receiving.changed.notify_all()
 
-    def _close(self, move: str, receiving: _Receiving) -> None:
+    def _close(self, move: str, receiving: Receiving) -> None:
         """Admits no more writers and waits for the active ones. The caller holds the condition."""
         if receiving.closed:
             raise WrongState(f"the images of {move} are already being sealed or dropped")
         receiving.closed = True
         receiving.changed.wait_for(lambda: not receiving.writers)
 
-    def _check_admissible(
-        self, move: str, receiving: _Receiving, frame: Frame, known: tuple[int, bytes] | None
-    ) -> None:
+    def _check_admissible(self, move: str, receiving: Receiving, frame: Frame, known: tuple[int, bytes] | None) -> None:
         if known is not None:
             if known != (frame.length, frame.digest):
                 raise Damaged(f"{frame.name} of {move}: two different chunks at {frame.offset}")
@@ -379,16 +364,6 @@ class ImageStore:
             return free_bytes
         memory_bytes = self._room.free(without=ROOM).bytes if self._room is not None else meminfo.available_bytes()
         return min(free_bytes, memory_bytes)
-
-
-def _drop_unlisted(receiving: _Receiving, listed: Iterable[str]) -> None:
-    """Removes what was sent ahead in vain, but no round of a file with others that are listed: it is unexpected. The caller
-    holds the condition, and no chunk is being written."""
-    files = {file_of(name) for name in listed}
-    for name in [name for name in receiving.chunks if name.startswith(AHEAD) and file_of(name) not in files]:
-        with suppress(FileNotFoundError):
-            (receiving.directory / file_of(name)).unlink()
-        del receiving.chunks[name]
 
 
 def _check_sane(frame: Frame) -> None:
