@@ -225,7 +225,11 @@ async def test_killed_between_suspension_and_move(pilots: PilotCluster, jobs: Fa
     jobs.stops_at = ""
     async with running(pilots) as store:
         await state(store, SuspensionState.RESUMED)
-        assert sorted(pilots.places().values()) == ["spare-1", "spare-2"]
+
+        async def placed() -> bool:
+            return sorted(pilots.places().values()) == ["spare-1", "spare-2"]
+
+        await until("both to have a place", placed)
     assert jobs.reached.count("before suspending") == 1
 
 
