@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from integration.gpu_nodes import GpuCluster
-from integration.harness import until
+from integration.harness import PATIENCE_S, until
 from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, UNDONE, children, part, start
 from snapshotd.runtime.faults import Point
 from tests.fakes.cuda_fake import gpus
@@ -115,7 +115,7 @@ def test_both_daemons_are_killed_in_the_middle(one_gpu: GpuCluster, node: str, p
         for one in (SOURCE, TARGET):
             one_gpu.lab.kill_daemon(one)
         for one in (SOURCE, TARGET):
-            one_gpu.lab.start_daemon(one)
+            one_gpu.lab.start_daemon(one, timeout_s=PATIENCE_S)
         move.wait(120)
     job.await_progress(3)
     nothing_kept(one_gpu)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from integration.harness import Cluster
 from integration.test_moves import uninterrupted
@@ -10,8 +14,25 @@ from tests.cli import chrome_trace
 from tests.kernel import needs_page_scans
 
 
+@pytest.fixture
+def beside_criu(nodes: Cluster) -> Iterator[Cluster]:
+    _configure(nodes, True)
+    yield nodes
+    _configure(nodes, False)
+
+
+def _configure(nodes: Cluster, on: bool) -> None:
+    for node in ("node-1", "spare-1"):
+        path = nodes.lab.layout.node(node) / "snapshotd.toml"
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("send_beside_criu")]
+        path.write_text("\n".join([f"send_beside_criu = {json.dumps(on)}", *lines]) + "\n")
+        nodes.lab.kill_daemon(node)
+        nodes.lab.start_daemon(node)
+
+
 @needs_page_scans
-def test_large_memory_of_every_kind_survives_moves_there_and_back(nodes: Cluster, tmp_path: Path) -> None:
+def test_large_memory_of_every_kind_survives_moves_there_and_back(beside_criu: Cluster, tmp_path: Path) -> None:
+    nodes = beside_criu
     end = nodes.folder / "end-of-layouts"
     end.unlink(missing_ok=True)
     job = nodes.workload("node-1", "layouts.py", "--end-file", str(end))

@@ -164,6 +164,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     hold_device_memory: Annotated[bool, Meta(description="true or false")] = False
     # Whether such memory is handed over, and not sent, between nodes of one machine that use the same GPU.
     hand_over_device_memory: Annotated[bool, Meta(description="true or false")] = True
+    # Whether large memory of a rank that leaves is read by several threads beside criu: not finished, see docs/operations.md.
+    send_beside_criu: Annotated[bool, Meta(description="true or false")] = False
     # Whether jobs whose lowest rank is here can be snapshotted and rolled back: not finished, see docs/limits.md.
     job_snapshots: Annotated[bool, Meta(description="true or false")] = False
     device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"

@@ -165,8 +165,8 @@ class Suspender:
         due = time.monotonic() >= self._looked_s + LOOK_S
         if not any(one.state in BUSY for one in found) and not (found and due):
             return
-        self._looked_s = time.monotonic()
         entries, silent = await all_jobs(self.cluster)
+        self._looked_s = time.monotonic()  # a silent node is waited for: the next look is later than that
         for one in found:
             # Any node can invent a record. The coordinator is one of the nodes that have ranks of the job.
             known = {entry.record.record: entry.record for entry in entries if entry.node in one.nodes}

@@ -73,6 +73,11 @@ class Printed:
         fresh = b"".join(self._take_piece(piece) for piece in data.splitlines(keepends=True))
         return fresh if self._leaves_out else data
 
+    def rest(self) -> bytes:
+        """The program has ended: what is to be printed of a line that was only begun."""
+        held, self._held = self._held, b""
+        return held if self._leaves_out else b""
+
     def _take_piece(self, piece: bytes) -> bytes:
         """A line, or a part of one. Returns what of it was not printed before."""
         ends = piece.endswith(_ENDS)
@@ -106,11 +111,10 @@ class Printed:
             return 0, rest
         begins, matches = 0, list[tuple[int, bytes]]()
         for number, other in enumerate(self._ahead()):
-            is_last = self._at + begins + len(other) == len(self._expected) and not other.endswith(_ENDS)
-            if other.startswith(line) or (is_last and line.startswith(other)):
+            if number == 0 and line.startswith(other) and not other.endswith(_ENDS):
+                return 0, other  # the last one: only as the next one, because it may be very short
+            if other.startswith(line):
                 matches.append((begins, other))
-                if number == 0:
-                    return matches[0]
             begins += len(other)
         if not matches or (ends and (len(matches) > 1 or len(line.strip()) < LEAST_BYTES)):
             return 0, b""

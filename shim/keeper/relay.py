@@ -297,6 +297,8 @@ class HomeEnd:
                 status = int(fields["status"])
                 if not 0 <= status <= 0xFFFF:
                     raise ValueError(f"impossible wait status {status}")
+                for name, printed in self._printed.items():
+                    self._tails[name].append(printed.rest())
                 self.exit_status, self.report = status, frame.payload
                 self._send("exitack")
 

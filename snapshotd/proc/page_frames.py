@@ -46,8 +46,8 @@ _PAGEMAP_SCAN = 3 << 30 | _SCAN.size << 16 | ord("f") << 8 | 16
 _REGIONS = 4096
 _IS_FILE, _IS_PRESENT, _IS_ZERO = 1 << 2, 1 << 3, 1 << 5
 
-#: span, rights and name of each mapping
-_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (....) \S+ \S+ \d+ *(.*)$", re.MULTILINE)
+#: span, rights, inode and name of each mapping
+_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (....) \S+ \S+ (\d+) *(.*)$", re.MULTILINE)
 #: Names of mappings that criu restores in a way of their own, or whose pages are no ordinary ones.
 _SPECIAL = re.compile(rb"\[(?!heap\]|stack\]|anon:)|/dev/|/anon_hugepage|/\[aio\]")
 
@@ -69,10 +69,10 @@ class PageFrames:
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
-    def private(self, *, executable: bool = True) -> list[Range]:
-        """The anonymous pages of its private mappings that are in memory, without zero pages. `executable`: also those of
-        executable mappings."""
-        wanted = private_mappings(maps.read_raw(self._pid), executable=executable)
+    def private(self, *, plain: bool = False) -> list[Range]:
+        """The anonymous pages of its private mappings that are in memory, without zero pages. `plain`: as `private_mappings`
+        says."""
+        wanted = private_mappings(maps.read_raw(self._pid), plain=plain)
         if not wanted:
             return []
         return page_ranges.common(page_ranges.joined(self._scan(wanted[0][0], wanted[-1][1])), wanted)
@@ -114,12 +114,15 @@ class PageFrames:
             start = _SCAN.unpack(argument)[4]
 
 
-def private_mappings(text: bytes, *, executable: bool = True) -> list[Range]:
-    """The ordinary private mappings in /proc/PID/maps, neighbours joined."""
+def private_mappings(text: bytes, *, plain: bool = False) -> list[Range]:
+    """The ordinary private mappings in /proc/PID/maps, neighbours joined. `plain`: only those that can be read, not executed,
+    and have no file, which could be one of huge pages, or of a file system that a user serves."""
     found = [
         (int(start, 16), int(end, 16))
-        for start, end, rights, name in _MAPPING.findall(text)
-        if rights.endswith(b"p") and not _SPECIAL.match(name) and (executable or b"x" not in rights)
+        for start, end, rights, inode, name in _MAPPING.findall(text)
+        if rights.endswith(b"p")
+        and not _SPECIAL.match(name)
+        and (not plain or (inode == b"0" and rights.startswith(b"r") and b"x" not in rights))
     ]
     return page_ranges.joined(found)
 

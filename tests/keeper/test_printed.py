@@ -71,6 +71,19 @@ def test_line_that_was_begun_when_the_rank_died_is_continued() -> None:
     assert made.take(b"step 2\nstep 3 loss 0.5\n") == b"ss 0.5\n"
 
 
+def test_line_that_begins_like_one_that_was_only_begun_is_printed_whole() -> None:
+    made = printed(b"0\nstep 101 (10.1 ms)\nstep 102 (9.9 ms)\nste", 2)
+    assert made.take(b"step 101 (11.7 ms)\nstep 102 (9.9 ms)\nstep 103\n") == b"step 101 (11.7 ms)\np 103\n"
+    made = printed(b"0\na line that repeats\n[", 2)
+    assert made.take(b"[rank0] a new line\na line that repeats\n") == b"[rank0] a new line\n"
+
+
+def test_line_that_was_only_begun_is_printed_at_the_end() -> None:
+    made = printed(b"0\ndone in 3 s\n", 2)
+    assert made.take(b"done") == b""
+    assert (made.rest(), made.rest()) == (b"done", b"")
+
+
 def test_second_rollback_after_new_lines() -> None:
     made = printed(b"0\nloss of step 1\nloss of step 2\nloss of step 3\n", 2)
     assert made.take(b"a new line\nloss of step 1\nloss of st") == b"a new line\n"

@@ -30,7 +30,6 @@ class Daemon:
         self.folder = folder / "images"
         self.journal = Journal(folder / "state")
         self.journal.begin(COPY)
-        self.saving: dict[str, Any] = {}  # by move: the task that writes its device memory
 
     def has(self, begin: Begin, *, sealed: bool = True, journalled: bool = True) -> Path:
         if journalled:
@@ -42,7 +41,7 @@ class Daemon:
         return image
 
     def images_for(self, move: str = COPY.move) -> list[Path]:
-        node: Any = SimpleNamespace(journal=self.journal, store=ImageStore(self.folder), saving=self.saving)
+        node: Any = SimpleNamespace(journal=self.journal, store=ImageStore(self.folder))
         return list(replicas.images_for(node, move)[1])
 
 
@@ -64,6 +63,7 @@ def test_ranks_of_the_same_snapshot_and_earlier_copies_of_the_rank_are_used(daem
         {"user_id": -1},
         {"job": "another"},
         {"coordinator": BEFORE},
+        {"coordinator_node": "node-3"},
         {"kind": ""},
         {"kind": "copy", "role": "target"},
     ],
@@ -84,19 +84,6 @@ def test_copy_of_a_user_who_was_not_journalled_uses_nothing(daemon: Daemon) -> N
     daemon.journal.begin(nobody)
     daemon.has(msgspec.structs.replace(OWN, user_id=-1))
     assert daemon.images_for(nobody.move) == []
-
-
-def test_device_memory_that_is_being_written_is_waited_for(daemon: Daemon) -> None:
-    own = daemon.has(OWN)
-    asked: list[bool] = []
-
-    def done() -> bool:
-        asked.append(len(asked) == 2)
-        return asked[-1]
-
-    daemon.saving[OWN.move] = SimpleNamespace(done=done)
-    assert daemon.images_for() == [own]
-    assert asked == [False, False, True]
 
 
 def test_moves_that_keep_no_copy_use_nothing(daemon: Daemon) -> None:

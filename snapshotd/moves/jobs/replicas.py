@@ -1,12 +1,11 @@
 """Which images on this node have blocks in common with a copy that arrives for a snapshot.
 
 Invariant: only images of the same user's same job. A node must not learn from another one whether an image of somebody else
-contains a block.
+contains a block. Nothing is waited for here: threads that wait could be those which the awaited work needs.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +13,6 @@ from pathlib import Path
 from snapshotd.api.errors import NotFound
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import Begin
-
-_LOOK_S = 0.05
 
 
 def images_for(node: Node, move: str) -> tuple[Hashable, Sequence[Path]]:
@@ -29,15 +26,16 @@ def images_for(node: Node, move: str) -> tuple[Hashable, Sequence[Path]]:
     for image in sorted(node.store.moves() - {move}):
         other = node.journal.find(image)
         if other is not None and _in_common(copy, other.begin) and node.store.sealed(image):
-            while (saving := node.saving.get(image)) is not None and not saving.done():
-                time.sleep(_LOOK_S)  # its device memory is still being written
             with suppress(NotFound):  # dropped in the meantime
-                usable.append(node.store.path(image))
+                usable.append(node.store.path(image))  # perhaps without device memory that is still being written
     return (copy.user_id, copy.job, copy.coordinator), usable
 
 
 def _in_common(copy: Begin, other: Begin) -> bool:
+    """The source of a copy says whose it is. The coordinator's node, which cannot be forged, limits what it may claim."""
     if copy.user_id < 0 or (other.user_id, other.job) != (copy.user_id, copy.job):
+        return False
+    if other.coordinator_node != copy.coordinator_node:
         return False
     if other.kind == "snapshot" and other.role == "source":
         return other.coordinator == copy.coordinator

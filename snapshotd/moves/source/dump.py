@@ -198,7 +198,8 @@ class Dump:
         self.layers = [*self.precopied.layers, *shared]
         self.expected = max(0, self.expected - below.size_bytes(self.layers))
         # The same files have what was sent before the freeze: it may be there, and not count.
-        if not self.log.begin.coordinator and not self.precopied.begun:
+        beside = self.node.config.send_beside_criu and not self.log.begin.coordinator
+        if beside and not self.precopied.begun:
             taken = {pid for layer in self.layers for pid in (layer.pid, layer.parent)}
             self.large = await in_thread(large_memory.find, pids, taken)
             self.layers = [*self.layers, *(one.layer for one in self.large)]

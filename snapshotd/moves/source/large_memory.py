@@ -8,8 +8,8 @@ Left to criu are pages of executable mappings, because it writes a few instructi
 what was there; processes whose pages lie in their parent's image, because a process has pages of one kind only below its own;
 and those parents, because criu's restore would look for each page of the children in one list more.
 
-Only anonymous pages that are in memory are read: reading them never waits for a user's program. The rank is frozen, so what
-is read is what criu would have read.
+Only anonymous pages that are in memory, of mappings without a file, are read: reading them never waits for a user's program.
+The rank is frozen, so what is read is what criu would have read.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from snapshotd.api.errors import Internal, RankGone, SnapshotError, Where
-from snapshotd.criu import page_ranges
+from snapshotd.criu import page_ranges, pagemap_image
 from snapshotd.criu.below import Layer, ahead_pages_name
 from snapshotd.criu.page_ranges import Range
 from snapshotd.proc import status
 from snapshotd.proc.files import GONE
-from snapshotd.proc.page_frames import NotSupported, PageFrames
+from snapshotd.proc.page_frames import PAGE_BYTES, NotSupported, PageFrames
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.spans import span
 from snapshotd.transport.image.frame import Frame, raw_frame
@@ -66,13 +66,15 @@ def find(pids: Iterable[int], without: Collection[int | None] = ()) -> list[Larg
     """What is worth sending; `without` are processes that are left to criu, by the pids of their own namespace. Blocking. The
     rank is frozen."""
     found = []
+    if PAGE_BYTES != pagemap_image.PAGE_BYTES:  # on some arm64 machines
+        return []
     try:
         for pid in pids:
             try:
                 if (inner_pid := status.read(pid).inner_pid) in without:
                     continue
                 with PageFrames(pid) as frames:
-                    private = frames.private(executable=False)
+                    private = frames.private(plain=True)
             except GONE:
                 continue
             runs = [(start, end) for start, end in private if end - start >= LEAST_RUN_BYTES]
