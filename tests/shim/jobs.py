@@ -106,6 +106,12 @@ class Work(Job):
         """Steps of the main thread, then of each other thread."""
         return struct.unpack_from(f"<{1 + 2 * len(self.kinds)}Q", self._map)
 
+    def mailbox(self) -> shimctl.Mailbox:
+        """Once its control thread serves it: on a busy machine the other threads may run long before."""
+        found = super().mailbox()
+        until(found.serves, "no control thread")
+        return found
+
     def handled_signals(self) -> int:
         return int(struct.unpack_from("<Q", self._map, 800)[0])
 
