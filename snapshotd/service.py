@@ -30,8 +30,9 @@ from snapshotd.cuda.driver import Gpus
 from snapshotd.diagnosis.run import Diagnosis
 from snapshotd.files.as_user import spares
 from snapshotd.health.monitor import Monitor
+from snapshotd.holder import window
 from snapshotd.holder.client import Holder
-from snapshotd.inprocess import symbols
+from snapshotd.inprocess import devmem, symbols
 from snapshotd.keepers.adoption import Adoption
 from snapshotd.keepers.listener import KeeperLinks
 from snapshotd.keepers.quota import Limits
@@ -258,6 +259,9 @@ class Daemon:
             gpu_problem=inventory.problem,
             now_unix_s=time.time(),
             protocol=protocol.own(),
+            device_window_bytes=window.of_process(devmem.STRIPES, devmem.SLOT_BYTES)
+            if config.hold_device_memory
+            else 0,
         )
 
     def _memory_for_ranks(self) -> int:

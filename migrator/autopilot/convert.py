@@ -59,6 +59,7 @@ def node(name: str, labels: Mapping[str, str], info: pb.NodeInfo) -> Node:
         gpus=tuple(_gpu(gpu) for gpu in info.gpus),
         driver=info.driver_version,
         memory_free_bytes=info.memory_available_bytes,
+        device_window_bytes=info.device_window_bytes,
     )
 
 

@@ -34,7 +34,7 @@ from migrator.autopilot.placing import failed_there, held_from, placed, targets_
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.preempt import SHOWS_S, STALE_S, Plan, made_room, names_of, plan, taking
 from migrator.autopilot.ruled import ruled_for
-from migrator.autopilot.spares import Placement, place
+from migrator.autopilot.spares import Placement, memory_for, place
 from migrator.autopilot.suspending import in_progress, to_suspend
 from migrator.autopilot.suspension import BUSY, Suspension
 from migrator.autopilot.world import World
@@ -127,7 +127,7 @@ def about_ranks(world: World, policy: Policy, now: float) -> list[AboutRank]:
         ranks = [rank for rank, _ in members]
         placements = placed(world, policy, order, ranks, all_leaving, now)
         reserved = {
-            rank.uid: taking(rank, target)
+            rank.uid: taking(world, rank, target)
             for rank in ranks
             if (target := placements[rank.uid].targets.get(rank.uid)) is not None
         }
@@ -166,7 +166,7 @@ def intended(world: World, about: AboutRank, move: str, now: float) -> Move:
         intended_unix_s=now,
         order=about.why.order,
         gpus=len(rank.gpus),
-        memory_bytes=rank.memory_bytes + rank.device_bytes,
+        memory_bytes=memory_for(rank, world.nodes.get(rank.node), world.nodes.get(about.target)),
         detected_unix_s=about.why.detected_unix_s,
         cause_class=about.why.cause_class,
         job_gpus=sum(len(other.gpus) for other in world.ranks if other.job_key == rank.job_key),

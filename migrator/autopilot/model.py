@@ -162,6 +162,11 @@ class Rank:
         """A job is named by its user and its name."""
         return f"{self.user_id}/{self.job}"
 
+    @property
+    def size_bytes(self) -> int:
+        """On the host and on its GPUs. A suspended rank needs as much host memory."""
+        return self.memory_bytes + self.device_bytes
+
 
 @dataclass(frozen=True)
 class Node:
@@ -176,6 +181,9 @@ class Node:
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""
     memory_free_bytes: int = 0
+    device_window_bytes: int = (
+        0  # host memory for a rank's device memory during a move, at most; 0: as much as it is large
+    )
     maintenance: str = ""  # until when its maintenance lasts, which has begun or begins soon; empty: there is none
 
     @property

@@ -49,7 +49,7 @@ def placed(
     for priority in sorted(groups, reverse=True):
         group = groups[priority]
         placement = _together(world, policy, order, group, now, [*held[priority], *taken])
-        taken += [taking(rank, placement.targets[rank.uid]) for rank in group if rank.uid in placement.targets]
+        taken += [taking(world, rank, placement.targets[rank.uid]) for rank in group if rank.uid in placement.targets]
         found |= {rank.uid: placement for rank in group}
     return found
 

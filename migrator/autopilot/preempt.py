@@ -16,7 +16,7 @@ from migrator.autopilot.policy import Policy
 from migrator.autopilot.spares import (
     Room,
     free_spares,
-    memory_of,
+    memory_for,
     needs_of,
     place,
     preference,
@@ -75,10 +75,10 @@ def held_places(world: World, ranks: Iterable[Rank], now: float) -> list[Move]:
         if not rank.moving and (rank.uid, rank.node) not in moving
         for move in made_room(world, rank, now)[:1]
     ]
-    return [taking(rank, move.source) for rank, move in freed]
+    return [taking(world, rank, move.source) for rank, move in freed]
 
 
-def taking(rank: Rank, target: str) -> Move:
+def taking(world: World, rank: Rank, target: str) -> Move:
     """A place that a rank will take, as a move that is not intended yet."""
     return Move(
         id="held",
@@ -92,7 +92,7 @@ def taking(rank: Rank, target: str) -> Move:
         reason="",
         intended_unix_s=0.0,
         gpus=len(rank.gpus),
-        memory_bytes=memory_of(rank),
+        memory_bytes=memory_for(rank, world.nodes.get(rank.node), world.nodes.get(target)),
     )
 
 
@@ -209,7 +209,7 @@ def fewest(
 ) -> list[Rank] | None:
     """The ranks that must leave a node for the rank to fit there, lowest priority first. None: it would not fit anyway."""
     there = [one for one in world.ranks_on(node.name) if one.uid not in gone]
-    ordered = sorted(candidates, key=lambda one: (one[0], -len(one[1].gpus), -memory_of(one[1]), one[1].uid))
+    ordered = sorted(candidates, key=lambda one: (one[0], -len(one[1].gpus), -one[1].size_bytes, one[1].uid))
     lower = [one for _, one in ordered if one.uid not in gone]
     leaving = [one for one in world.ranks_on(node.name) if one.uid in gone]
     free = room_on(world, node, held)
@@ -222,8 +222,9 @@ def fewest(
             for gpu in node.gpus
             if not gpu.free and any(gpu.uuid in one.gpus for one in left) and gpu.uuid not in used
         ]
-        space = Room([*free.gpus, *freed], free.memory_bytes + sum(memory_of(one) for one in left))
-        return space.take(needs_of(world.nodes[rank.node], rank), memory_of(rank))
+        space = Room([*free.gpus, *freed], free.memory_bytes + sum(one.memory_bytes for one in left))
+        source = world.nodes[rank.node]
+        return space.take(needs_of(source, rank), memory_for(rank, source, node))
 
     chosen: list[Rank] = []
     for one in lower:
@@ -260,5 +261,5 @@ def _targets(
         if rank.uid not in placement.targets:
             return targets, placement.reason
         targets[rank.uid] = placement.targets[rank.uid]
-        world = replace(world, moves=(*world.moves, taking(rank, targets[rank.uid])))
+        world = replace(world, moves=(*world.moves, taking(world, rank, targets[rank.uid])))
     return targets, ""

@@ -73,15 +73,15 @@ def place(
     for node in fit:  # the whole gang on one node
         room = room_on(world, node, held)
         barred = any(avoid(rank, node.name) or too_few_gpus(node, source, rank) for rank in ranks)
-        if not barred and all(room.take(needs_of(source, rank), memory_of(rank)) for rank in ranks):
+        if not barred and all(room.take(needs_of(source, rank), memory_for(rank, source, node)) for rank in ranks):
             return Placement({rank.uid: node.name for rank in ranks}, f"{node.name} has room for all")
     targets: dict[str, str] = {}
     if rules.gang != "require":
         rooms = {node.name: room_on(world, node, held) for node in fit}
-        for rank in sorted(ranks, key=lambda rank: (-len(rank.gpus), -memory_of(rank), rank.uid)):
+        for rank in sorted(ranks, key=lambda rank: (-len(rank.gpus), -rank.size_bytes, rank.uid)):
             for node in fit:
                 barred = avoid(rank, node.name) or too_few_gpus(node, source, rank)
-                if not barred and rooms[node.name].take(needs_of(source, rank), memory_of(rank)):
+                if not barred and rooms[node.name].take(needs_of(source, rank), memory_for(rank, source, node)):
                     targets[rank.uid] = node.name
                     break
     if len(targets) == len(ranks):
@@ -167,8 +167,14 @@ def needs_of(source: Node, rank: Rank) -> list[Gpu]:
     return [known.get(uuid, Gpu(uuid, "unknown", 1 << 62, free=False)) for uuid in rank.gpus]
 
 
-def memory_of(rank: Rank) -> int:
-    return rank.memory_bytes + rank.device_bytes
+def memory_for(rank: Rank, source: Node | None, target: Node | None) -> int:
+    """The host memory that the target needs while the rank moves. Its device memory passes through a window there if both
+    nodes hold it on the GPU and it is on one GPU (snapshotd/preflight/arriving.py). What the driver moves is not known here:
+    preflight has the last word."""
+    windows = [node.device_window_bytes if node is not None else 0 for node in (source, target)]
+    if len(rank.gpus) != 1 or not all(windows):
+        return rank.size_bytes
+    return rank.memory_bytes + min(rank.device_bytes, windows[1])
 
 
 def _why_none(reasons: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from migrator.autopilot.model import Move, MoveState, Node, Rank
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.preempt import STALE_S, TRIED, fewest, lower_ranks, usable_nodes
-from migrator.autopilot.spares import memory_of, needs_of, preference, room_on, unfit
+from migrator.autopilot.spares import needs_of, preference, room_on, unfit
 from migrator.autopilot.suspension import BUSY, SuspendedRank, Suspension, SuspensionState
 from migrator.autopilot.world import World
 
@@ -81,7 +81,7 @@ def to_suspend(
     reason = f"suspended to make room for rank {rank.rank} of {rank.job} (priority {mine} > {priority})"
     ranks = tuple(
         SuspendedRank(
-            one.uid, one.rank, one.node, one.home, tuple(needs_of(world.nodes[one.node], one)), memory_of(one)
+            one.uid, one.rank, one.node, one.home, tuple(needs_of(world.nodes[one.node], one)), one.size_bytes
         )
         for one in sorted(whole, key=lambda one: one.rank)
     )

@@ -965,6 +965,7 @@ class NodeInfo(_message.Message):
     NOW_UNIX_S_FIELD_NUMBER: _builtins.int
     INTERFACES_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    DEVICE_WINDOW_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     endpoint: _builtins.str
     """host:port at which other daemons reach this one"""
@@ -987,6 +988,8 @@ class NodeInfo(_message.Message):
     """why the node's GPUs could not be listed; empty: they could"""
     now_unix_s: _builtins.float
     """this node's clock when it answered; 0: an older version"""
+    device_window_bytes: _builtins.int
+    """host memory that the device memory of a process needs here at most while it moves, if"""
     @_builtins.property
     def cpu_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1028,10 +1031,11 @@ class NodeInfo(_message.Message):
         now_unix_s: _builtins.float = ...,
         interfaces: _abc.Iterable[_builtins.str] | None = ...,
         protocol: Global___Protocol | None = ...,
+        device_window_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "architecture", b"architecture", "boot_id", b"boot_id", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "driver_version", b"driver_version", "endpoint", b"endpoint", "gpu_problem", b"gpu_problem", "gpus", b"gpus", "image_capacity_bytes", b"image_capacity_bytes", "image_held_bytes", b"image_held_bytes", "interfaces", b"interfaces", "kernel", b"kernel", "memory_available_bytes", b"memory_available_bytes", "moves_running", b"moves_running", "name", b"name", "now_unix_s", b"now_unix_s", "protocol", b"protocol", "ranks", b"ranks", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "architecture", b"architecture", "boot_id", b"boot_id", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "device_window_bytes", b"device_window_bytes", "driver_version", b"driver_version", "endpoint", b"endpoint", "gpu_problem", b"gpu_problem", "gpus", b"gpus", "image_capacity_bytes", b"image_capacity_bytes", "image_held_bytes", b"image_held_bytes", "interfaces", b"interfaces", "kernel", b"kernel", "memory_available_bytes", b"memory_available_bytes", "moves_running", b"moves_running", "name", b"name", "now_unix_s", b"now_unix_s", "protocol", b"protocol", "ranks", b"ranks", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

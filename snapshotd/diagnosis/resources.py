@@ -22,10 +22,12 @@ def gpus(info: pb.NodeInfo) -> list[Finding]:
 
 
 def memory(info: pb.NodeInfo) -> list[Finding]:
-    """Device memory travels through host memory on both nodes."""
+    """Device memory travels through host memory on both nodes: all of it at once, or through a window."""
     room = min(info.memory_available_bytes, info.image_capacity_bytes - info.image_held_bytes)
     largest = max((gpu.memory_bytes for gpu in info.gpus), default=0)
-    if room < largest:
+    if room < min(largest, info.device_window_bytes or largest):
         text = f"{room / 1e9:.1f} GB of host memory for images, and a GPU with {largest / 1e9:.1f} GB"
-        return [warning("memory", text, "free host memory or enlarge image_dir before moving a rank that fills a GPU")]
+        remedy = "free host memory or enlarge image_dir before moving a rank that fills a GPU"
+        hint = "" if info.device_window_bytes else "; with hold_device_memory = true much less is needed"
+        return [warning("memory", text, remedy + hint)]
     return [ok("memory", f"{room / 1e9:.1f} GB of host memory for images")]

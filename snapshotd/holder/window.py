@@ -24,3 +24,8 @@ def source_bytes(stripes: int, slot_bytes: int) -> int:
 def target_bytes(stripes: int, slot_bytes: int) -> int:
     """What so many stripes need on a target that fills memory while they arrive."""
     return stripes * (FILLED_AHEAD_BYTES + FILLED_BEHIND_BYTES + _FILLER_SLOTS * slot_bytes)
+
+
+def of_process(stripes: int, slot_bytes: int) -> int:
+    """What the memory of one process needs at most, on either node."""
+    return max(source_bytes(stripes, slot_bytes), target_bytes(stripes, slot_bytes))

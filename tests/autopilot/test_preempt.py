@@ -27,9 +27,10 @@ from tests.sampling import DRAWN, examples
 BIG = rank(3, "node-1", "gpt", gpus=(0, 1))
 LOW = rank(0, "node-2", "low", gpus=(0,))
 HALF = (gpu("node-2", 0, free=False), gpu("node-2", 1))
+HALF_FREE = node("node-2", gpus=HALF, driver="580.1")
 PARTS: tuple[Any, ...] = (
     node("node-1", 2, state=TAINTED),
-    node("node-2", gpus=HALF, driver="580.1"),
+    HALF_FREE,
     node("spare-1", gpus=(gpu("spare-1", 0), gpu("spare-1", 1, free=False)), driver="580.1"),
     alarm("node-1"),
     BIG,
@@ -213,6 +214,14 @@ def test_displacement_is_planned_and_no_failure() -> None:
     found = decided(there, policy())
     assert found["gpt"].why.cause_class == "hardware"
     assert intended(there, found["low"], "m-1", NOW).cause_class == "planned"
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_device_memory_of_a_rank_that_leaves_makes_no_room_on_the_host(on_host: bool) -> None:
+    full = replace(HALF_FREE, memory_free_bytes=0)
+    low = replace(LOW, memory_bytes=2 * GIB if on_host else 0, device_bytes=0 if on_host else 2 * GIB)
+    found = decided(world(PARTS[0], full, *PARTS[2:5], low), policy())
+    assert set(found) == ({"gpt", "low"} if on_host else {"gpt"})
 
 
 def test_fewest_ranks_leave_and_one_of_a_job_at_a_time() -> None:

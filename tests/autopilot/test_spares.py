@@ -58,6 +58,22 @@ def test_unfit_spare_is_not_used_and_the_reason_is_said(change: dict[str, object
     assert reason in placed.reason
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "gpus", "fits"),
+    [(GIB, GIB, (0,), True), (0, GIB, (0,), False), (GIB, 0, (0,), False), (GIB, GIB, (0, 1), False)],
+    ids=["both hold it", "the source does not", "the target does not", "on two GPUs"],
+)
+def test_device_memory_needs_a_window_alone_if_both_nodes_hold_it(
+    source: int, target: int, gpus: tuple[int, ...], fits: bool
+) -> None:
+    one = rank(0, "node-1", gpus=gpus, device_bytes=100 * GIB)
+    spare = node("spare-1", 2, memory_free_bytes=2 * GIB, device_window_bytes=target)
+    there = world(node("node-1", 2, device_window_bytes=source), spare, one)
+    assert (place(there, [one], Spares()).targets == {one.uid: "spare-1"}) is fits
+    less = replace(spare, memory_free_bytes=2 * GIB - 1)
+    assert not place(replace(there, nodes={**there.nodes, "spare-1": less}), [one], Spares()).targets
+
+
 def test_target_has_at_least_as_many_gpus_as_the_source() -> None:
     """As preflight demands (gpu-present). A rank without a GPU may go anywhere."""
     one, plain = rank(0, "node-1", gpus=(0,)), rank(1, "node-1")

@@ -210,6 +210,12 @@ def test_persistence_mode_and_memory_are_judged() -> None:
     info = pb.NodeInfo(gpus=[gpu], driver_version="580", memory_available_bytes=64 * GIB, image_capacity_bytes=64 * GIB)
     assert [(found.check, found.state) for found in gpus(info)] == [("gpu", State.OK), ("persistence", State.WARNING)]
     assert memory(info)[0].state is State.WARNING
+    assert "hold_device_memory" in memory(info)[0].remedy
+    info.device_window_bytes = GIB
+    assert memory(info)[0].state is State.OK
+    info.image_held_bytes = info.image_capacity_bytes
+    assert memory(info)[0].state is State.WARNING
+    info.device_window_bytes = info.image_held_bytes = 0
     info.gpus[0].persistence = True
     info.gpus[0].memory_bytes = 40 * GIB
     assert [found.state for found in (*gpus(info), *memory(info))] == [State.OK, State.OK]
