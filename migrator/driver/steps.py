@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from migrator import formatting
+from migrator import asked_rank, formatting
 from migrator.driver.peers import node_addresses, node_infos
 from migrator.driver.run import Run
 from migrator.protocol import PREPARE, TABLE, Step
@@ -100,6 +100,7 @@ async def inspect(run: Run, timeout_s: float) -> None:
         move=run.move if run.reporter.tracing else "",
     )
     inspected = await run.source.source.Inspect(request, timeout_s=timeout_s)
+    asked_rank.must_be(inspected.facts.rank, run.found.rank, run.found.node)
     run.facts, run.checks = inspected.facts, list(inspected.checks)
     run.rewires, run.look = list(inspected.rewires), inspected.look
     _refuse_unknown_hosts(run)

@@ -9,6 +9,7 @@ from migrator import users
 from migrator.cluster import Cluster
 from migrator.fan_out import ASK_TIMEOUT_S, ask_all
 from migrator.find_rank import Found, all_ranks
+from migrator.job_results import JobOptions
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient, UnknownMethod
 from snapshotd.api.errors import Ambiguous, Busy, NotFound, SnapshotError, Unreachable, Where, WrongState
@@ -49,7 +50,8 @@ async def find_running(cluster: Cluster, job: str, user_id: int | None) -> tuple
             f"several users have a job {job}: {', '.join(map(users.described, owners))}",
             remedy="select its user with --user",
         )
-    here = {entry.rank.uid: entry for entry in mine if entry.rank.place == pb.Rank.HERE}
+    running = [entry for entry in mine if entry.rank.place == pb.Rank.HERE]
+    here = {entry.rank.uid: entry for entry in running}
     numbers = sorted({entry.rank.rank for entry in mine})
     lost = "".join(f"\n  {error.headline}" for error in silent.values())
     if silent and numbers != list(range(len(numbers))):
@@ -71,8 +73,15 @@ async def find_running(cluster: Cluster, job: str, user_id: int | None) -> tuple
             f"rank {gone[0].rank.rank} of job {job} should be on {gone[0].rank.at_node}, which does not have it",
             where=Where.UNKNOWN,
         )
-    if moving := [entry.rank for entry in here.values() if entry.rank.moving]:
+    if moving := [entry.rank for entry in running if entry.rank.moving]:
         raise Busy(f"rank {moving[0].rank} is being moved ({moving[0].moving})", where=Where.UNKNOWN)
+    if claimed := [entry for entry in running if here[entry.rank.uid] is not entry]:
+        uid = claimed[0].rank.uid
+        raise Ambiguous(
+            f"{claimed[0].node} and {here[uid].node} both say that they have rank {claimed[0].rank.rank} of job {job},"
+            f" and only one can ({uid})",
+            remedy="find out which of them has it, and stop the daemon of the other one; do not trust that node",
+        )
     ranks = sorted(here.values(), key=lambda entry: entry.rank.rank)
     numbers = [entry.rank.rank for entry in ranks]
     if twice := {number for number in numbers if numbers.count(number) > 1}:
@@ -82,6 +91,19 @@ async def find_running(cluster: Cluster, job: str, user_id: int | None) -> tuple
         )
     warning = f"{', '.join(silent)} did not answer: if ranks of the job are there, they are not suspended"
     return ranks, [warning] if silent else []
+
+
+def must_be_same(options: JobOptions, found: Sequence[Found]) -> None:
+    """Raises WrongState if the job with this name has other ranks than the one that was meant. Later than this it cannot be
+    another one: every daemon is asked about a rank by its uid."""
+    uids = {one.rank.uid for one in found}
+    if options.uids and uids != options.uids:
+        other = min(uids ^ options.uids)
+        raise WrongState(
+            f"job {options.job} is not the one that was meant: it has {len(uids)} ranks, and {other} is not in both",
+            remedy="a job of this name was started again in the meantime; look at it with `migrator ps`, then decide anew",
+            where=Where.UNTOUCHED,
+        )
 
 
 async def all_jobs(cluster: Cluster) -> tuple[list[JobEntry], dict[str, SnapshotError]]:

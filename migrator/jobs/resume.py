@@ -85,17 +85,19 @@ class Resumption(JobRun):
         copies = {part.rank_uid: part for part in self.suspended.participants if part.copy}
 
         async def ask(part: pb.Participant) -> None:
-            request = pb.MoveRequest(move=part.image)
             try:
-                client = await self.client(part.image_node)
-                self.images[part.rank_uid] = await client.source.GetImage(request, timeout_s=timeout_s)
+                await read(part)
             except SnapshotError:
                 if (known := copies.get(part.rank_uid)) is None:
                     raise
                 part.image, part.image_node, part.image_endpoint = known.copy, known.copy_node, known.copy_endpoint
-                client = await self.client(part.image_node)
-                request = pb.MoveRequest(move=part.image)
-                self.images[part.rank_uid] = await client.source.GetImage(request, timeout_s=timeout_s)
+                await read(part)
+
+        async def read(part: pb.Participant) -> None:
+            client = await self.client(part.image_node)
+            found = await client.source.GetImage(pb.MoveRequest(move=part.image), timeout_s=timeout_s)
+            self.must_be(part, part.image_node, found.facts.rank)
+            self.images[part.rank_uid] = found
 
         await each(self.participants, ask)
         for part in self.participants:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from migrator import asked_rank
 from migrator.cluster import Cluster
 from migrator.driver.peers import node_addresses, node_infos
 from migrator.find_rank import find_node
@@ -119,8 +120,10 @@ def _of_one_job(snapshots: Sequence[JobEntry], job: str) -> JobEntry:
 
 
 async def _places(cluster: Cluster, record: pb.JobRecord, usable: Sequence[str]) -> dict[int, Place]:
-    """Where the image of each rank is: on its own node, or on its buddy. Raises NotFound if one is nowhere."""
+    """Where the image of each rank is: on its own node, or on its buddy. Raises NotFound if one is nowhere, and Refused if a
+    node reports about another rank, and the other node does not have the image."""
     found: dict[int, Place] = {}
+    wrong: dict[int, Refused] = {}
 
     async def ask(part: pb.Participant) -> None:
         for image, node in ((part.move, part.node), (part.copy, part.copy_node)):
@@ -128,12 +131,20 @@ async def _places(cluster: Cluster, record: pb.JobRecord, usable: Sequence[str])
                 with contextlib.suppress(SnapshotError):
                     async with cluster.client(node) as client:
                         stored = await client.source.GetImage(pb.MoveRequest(move=image), timeout_s=ASK_S)
+                    asked = pb.Rank(uid=part.rank_uid, rank=part.rank, job=record.job, user_id=record.user_id)
+                    try:
+                        asked_rank.must_be(stored.facts.rank, asked, node)
+                    except Refused as error:
+                        wrong[part.rank] = error
+                        continue
                     found[part.rank] = Place(node, stored.facts)
                     return
 
     await each(record.participants, ask)
     if missing := [part for part in record.participants if part.rank not in found]:
         part = missing[0]
+        if part.rank in wrong:
+            raise wrong[part.rank]
         raise NotFound(
             f"the image of rank {part.rank} is neither on {part.node} nor on {part.copy_node}, its buddy",
             remedy="if one of these nodes is only down, start it and retry; otherwise the job cannot be rolled back",

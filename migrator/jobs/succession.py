@@ -15,7 +15,7 @@ from migrator.job_results import JobOptions
 from migrator.jobs.finding import JobEntry
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
-from snapshotd.api.errors import NotFound, SnapshotError, Unreachable, Where
+from snapshotd.api.errors import NotFound, Refused, SnapshotError, Unreachable, Where
 
 Kept = tuple[str, pb.KeptImage]  # the node, and one of its images
 
@@ -96,6 +96,13 @@ def participants(images: Sequence[Kept], endpoints: Mapping[str, str]) -> list[p
                 node=node,
                 endpoint=endpoints[node],
                 incarnation=image.incarnation,
+            )
+        elif part.rank_uid != image.rank_uid:
+            raise Refused(
+                f"{part.node} and {node} name different processes as rank {image.rank} of job {image.job} in {image.record}:"
+                f" {part.rank_uid} and {image.rank_uid}",
+                remedy="find out which of them is right; do not trust the other node, and declare it dead with --lost",
+                where=Where.UNTOUCHED,
             )
         else:
             part.copy, part.copy_node, part.copy_endpoint = image.image, node, endpoints[node]

@@ -84,6 +84,7 @@ class Suspension(JobRun):
                 suspend=True,
             )
             reply = await (await self.client(part.node)).source.Inspect(request, timeout_s=timeout_s)
+            self.must_be(part, part.node, reply.facts.rank)
             checks.extend((f"rank {part.rank} on {part.node}", check) for check in reply.checks)
             sockets[part.rank] = Sockets(part.node, reply.rewires)
             self.looks[part.rank_uid] = reply.look

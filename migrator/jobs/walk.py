@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
+from migrator import asked_rank
 from migrator.cluster import Cluster
 from migrator.driver.reporter import Reporter
 from migrator.job_protocol import JobStep, JobVerdict, index_of, undo_plan
@@ -114,6 +115,11 @@ class JobRun(ABC):
         reply = await (await self.client(self.coordinator)).job.Attach(request, timeout_s=timeout_s)
         if reply.abandoned:
             raise RankGone(f"communicators are never built again: {reply.abandoned}", where=Where.UNKNOWN)
+
+    def must_be(self, part: pb.Participant, node: str, reported: pb.Rank) -> None:
+        """Raises Refused unless what `node` reports is the rank that it was asked about."""
+        asked = pb.Rank(uid=part.rank_uid, rank=part.rank, job=self.job, user_id=self.user_id)
+        asked_rank.must_be(reported, asked, node)
 
     async def each_confirms(self, ask: Callable[[pb.Participant], Awaitable[None]]) -> None:
         """Asks all participants at once to undo their part. A daemon that does not answer now asks the coordinator later, so

@@ -347,7 +347,7 @@ class JobServicer:
         return await self.steps.abort(request.move, request.reason, str(context.caller))
 
     async def GetOutcome(self, request: pb.MoveRequest, context: Context) -> pb.Outcome:
-        return await self.steps.outcome(request.move)
+        return await self.steps.outcome(request.move, request.part)
 
     async def Drop(self, request: pb.DropJobRequest, context: Context) -> pb.DropImageReply:
         return await self.steps.drop(request.move, f"{request.reason} ({context.caller})", list(request.lost_nodes))

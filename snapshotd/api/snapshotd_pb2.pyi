@@ -2241,11 +2241,14 @@ class MoveRequest(_message.Message):
     PAUSE_S_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     PRECOPY_PERCENT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     pause_s: _builtins.float
     """Release only: the pause that the driver measured, for the history"""
     precopy_percent: _builtins.float
     """PrepareDevice only: how much the job may be slowed down to send its memory; 0: not sent"""
+    part: _builtins.str
+    """Job.GetOutcome only: the move or the copy of one rank; the answer says which rank that is"""
     @_builtins.property
     def timing(self) -> Global___Timing:
         """Release only: what it consisted of"""
@@ -2257,10 +2260,11 @@ class MoveRequest(_message.Message):
         pause_s: _builtins.float = ...,
         timing: Global___Timing | None = ...,
         precopy_percent: _builtins.float = ...,
+        part: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move", "pause_s", b"pause_s", "precopy_percent", b"precopy_percent", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move", "part", b"part", "pause_s", b"pause_s", "precopy_percent", b"precopy_percent", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2552,6 +2556,9 @@ class Outcome(_message.Message):
     TETHERED_FIELD_NUMBER: _builtins.int
     ADOPTED_UNIX_S_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    USER_ID_FIELD_NUMBER: _builtins.int
+    PARTICIPANT_FIELD_NUMBER: _builtins.int
     kind: Global___OutcomeKind.ValueType
     reason: _builtins.str
     token: _builtins.bytes
@@ -2575,6 +2582,14 @@ class Outcome(_message.Message):
     """a snapshot: since when this node coordinates it instead of another one; 0: from the beginning"""
     dropped: _builtins.str
     """a job record: why its images are not needed any more; empty: they are"""
+    job: _builtins.str
+    """if MoveRequest.part is set: the job of the record; empty: a version that does not say"""
+    user_id: _builtins.int
+    """… its user"""
+    @_builtins.property
+    def participant(self) -> Global___Participant:
+        """… the rank; unset: no rank of the record has this part"""
+
     def __init__(
         self,
         *,
@@ -2591,10 +2606,13 @@ class Outcome(_message.Message):
         tethered: _builtins.bool = ...,
         adopted_unix_s: _builtins.float = ...,
         dropped: _builtins.str = ...,
+        job: _builtins.str = ...,
+        user_id: _builtins.int = ...,
+        participant: Global___Participant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["participant", b"participant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "adopted_unix_s", b"adopted_unix_s", "decided_by", b"decided_by", "dropped", b"dropped", "ended", b"ended", "handed_to", b"handed_to", "kind", b"kind", "reason", b"reason", "settled", b"settled", "stored", b"stored", "tethered", b"tethered", "token", b"token", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "adopted_unix_s", b"adopted_unix_s", "decided_by", b"decided_by", "dropped", b"dropped", "ended", b"ended", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "participant", b"participant", "reason", b"reason", "settled", b"settled", "stored", b"stored", "tethered", b"tethered", "token", b"token", "user_id", b"user_id", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -144,7 +144,8 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     def Inspect(self, request: pb.InspectRequest, context: grpc.ServicerContext) -> pb.InspectReply:
         self._hear("Inspect", request, context)
         look = f"look {len(self.called('Inspect'))}"
-        facts = pb.RankFacts(source_node=self.name)
+        rank = next((one for one in self.ranks if one.uid == request.rank_uid), None)
+        facts = pb.RankFacts(source_node=self.name, rank=rank)
         return pb.InspectReply(facts=facts, checks=self.checks, rewires=self.rewires, look=look)
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:

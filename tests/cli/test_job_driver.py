@@ -13,11 +13,11 @@ from migrator.find_rank import Found
 from migrator.job_protocol import JobVerdict
 from migrator.job_results import JobOptions
 from migrator.jobs import finding, gates, homes, walk
-from migrator.jobs.finding import find_running
+from migrator.jobs.finding import find_running, must_be_same
 from migrator.jobs.resume import Resumption
 from migrator.jobs.suspend import Suspension
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import NotFound, SnapshotError, Unreachable
+from snapshotd.api.errors import NotFound, SnapshotError, Unreachable, WrongState
 
 RANKS = [
     Found(f"node-{number + 1}", pb.Rank(uid=f"night-{number}", job="night", rank=number, place=pb.Rank.HERE))
@@ -235,6 +235,16 @@ async def test_silent_node_that_may_have_a_missing_rank_is_refused(listed: Liste
     listed[1].clear()
     with pytest.raises(NotFound):
         await find_running(CLUSTER, "night", None)
+
+
+def test_job_of_the_same_name_with_other_ranks_is_not_the_one_that_was_meant() -> None:
+    meant = JobOptions("night", uids=frozenset({"night-0", "night-1"}))
+    must_be_same(meant, RANKS)
+    must_be_same(JobOptions("night"), RANKS[:1])
+    again = Found("node-2", pb.Rank(uid="night-9", job="night", rank=1, place=pb.Rank.HERE))
+    for found in ([RANKS[0], again], RANKS[:1], [*RANKS, again]):
+        with pytest.raises(WrongState, match="job night is not the one that was meant"):
+            must_be_same(meant, found)
 
 
 async def test_rank_that_should_be_on_a_silent_node_is_refused(listed: Listed) -> None:

@@ -288,15 +288,17 @@ class JobSteps(Steps):
             )
         return pb.MayRunReply(ended_by=lost)
 
-    async def outcome(self, record: str) -> pb.Outcome:
+    async def outcome(self, record: str, part: str = "") -> pb.Outcome:
         """A resumption lets no copy run while this node may not coordinate the job. A snapshot is settled when it can be
-        used, also if this node is lost right then."""
+        used, also if this node is lost right then. `part`: the move or the copy of one rank, which is to be named."""
         move_log = self.moving(record).log
         if move_log.committed and not move_log.ended_unix_s and move_log.record.suspension:
             await self.leases.must_hold(await in_thread(records.uids, move_log))
         found = await in_thread(listing.outcome_of, self.journal, move_log)
         if found.settled and move_log.begin.kind == "snapshot":
             found.settled = await in_thread(self.leases.is_known, move_log)
+        if part:
+            await in_thread(listing.name_part, found, move_log, part)
         return found
 
     async def listed(self, *, rollbacks_only: bool = False) -> pb.ListJobsReply:

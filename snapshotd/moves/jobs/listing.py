@@ -77,3 +77,11 @@ def outcome_of(journal: Journal, move_log: MoveLog) -> pb.Outcome:
         handed_to=whole.handed_to,
         adopted_unix_s=whole.adopted_unix_s,
     )
+
+
+def name_part(found: pb.Outcome, move_log: MoveLog, move: str) -> None:
+    """Adds to the answer whose the move, or the copy, of one rank is: a node compares it with what it was told."""
+    found.job, found.user_id = move_log.begin.job, max(move_log.begin.user_id, 0)
+    for part in move_log.whole().participants:
+        if move in (part.move, part.copy):
+            found.participant.CopyFrom(part.to_proto())

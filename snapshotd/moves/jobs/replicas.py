@@ -32,7 +32,7 @@ def images_for(node: Node, move: str) -> tuple[Hashable, Sequence[Path]]:
 
 
 def _in_common(copy: Begin, other: Begin) -> bool:
-    """The source of a copy says whose it is. The coordinator's node, which cannot be forged, limits what it may claim."""
+    """Whose a copy is, its coordinator has confirmed (moves/target/resumed.py). A coordinator may only name its own jobs."""
     if copy.user_id < 0 or (other.user_id, other.job) != (copy.user_id, copy.job):
         return False
     if other.coordinator_node != copy.coordinator_node:

@@ -29,12 +29,13 @@ from snapshotd.transport.image.bulk_receiver import BulkReceivers
 
 
 async def prepare(node: Node, signatures: SourceSignatures, request: pb.PrepareRequest) -> MoveLog:
-    """Reserves room for a copy. Raises Full, with what is needed and what is free."""
+    """Reserves room for a copy. Raises Full, with what is needed and what is free. A copy that the coordinator has not named,
+    because its version cannot, is of no user: no image is searched for its blocks."""
     facts, config = request.facts, node.config
     check_move_id(request.coordinator.record)
     if facts.source_node == config.node:
         raise Usage("the copy of an image is kept on another node than the image")
-    await resumed.check_coordinator(node, request.coordinator)
+    said = await resumed.check_coordinator(node, request)
     await signatures.meet(facts.source_node, request.source_endpoint)
     await reach(Point.BEFORE_PREPARE)
     await in_thread(node.store.create, request.move, facts.memory_bytes + facts.carried_bytes)
@@ -51,7 +52,7 @@ async def prepare(node: Node, signatures: SourceSignatures, request: pb.PrepareR
         nonce=secrets.token_hex(32),
         boot_id=host.boot_id(),
         begun_unix_s=time.time(),
-        user_id=facts.rank.user_id,
+        user_id=said.user_id if said.job else -1,
         coordinator=request.coordinator.record,
         coordinator_node=request.coordinator.node,
         coordinator_endpoint=request.coordinator.endpoint,

@@ -42,12 +42,15 @@ def must_be_first(moves: Iterable[Moving], rank_uid: str) -> None:
             raise Busy(f"move {older.log.move} of this rank to here is not cleaned up yet", where=Where.SUSPENDED)
 
 
-async def check_coordinator(node: Node, coordinator: pb.Coordinator) -> pb.Outcome:
+async def check_coordinator(node: Node, request: pb.PrepareRequest) -> pb.Outcome:
     """What the coordinator says about its record, which is open. Raises Unreachable if it does not answer: this node could
-    not learn how the resumption ends."""
+    not learn how the resumption ends. Raises Refused if the rank is another one there than the driver was told."""
+    coordinator = request.coordinator
     try:
         async with node.client(coordinator.node, coordinator.endpoint) as client:
-            found = await client.job.GetOutcome(pb.MoveRequest(move=coordinator.record), timeout_s=ASK_S)
+            found = await client.job.GetOutcome(
+                pb.MoveRequest(move=coordinator.record, part=request.move), timeout_s=ASK_S
+            )
     except SnapshotError as error:
         raise Unreachable(
             f"{coordinator.node}, the coordinator of the job, does not answer {node.config.node} at"
@@ -56,4 +59,22 @@ async def check_coordinator(node: Node, coordinator: pb.Coordinator) -> pb.Outco
         ) from error
     if found.kind != pb.UNDECIDED:
         raise WrongState(f"{coordinator.record} has ended: {found.reason}", where=Where.SUSPENDED)
+    if found.job:
+        must_be_named(found, request, node.config.node)
     return found
+
+
+def must_be_named(said: pb.Outcome, request: pb.PrepareRequest, here: str) -> None:
+    """Raises Refused unless the coordinator's record has this rank, with this part, on this node. The node that has the rank
+    says whose it is, so it could give it the name of a rank of another job or user."""
+    named, rank = said.participant, request.facts.rank
+    claimed = (rank.uid, rank.rank, rank.job, rank.user_id)
+    at = named.copy_node if request.keep else named.node
+    part = named.copy if request.keep else named.move
+    if (named.rank_uid, named.rank, said.job, said.user_id) != claimed or (part, at) != (request.move, here):
+        raise Refused(
+            f"{request.coordinator.node}, the coordinator of the job, does not know {request.move} as a part of rank"
+            f" {rank.rank} of job {rank.job[:80]} of user {rank.user_id} ({rank.uid[:80]}) on {here}",
+            remedy=f"find out what runs on {request.facts.source_node[:80]}, which has the rank; do not trust it until then",
+            where=Where.UNTOUCHED,
+        )

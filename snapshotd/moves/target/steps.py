@@ -116,7 +116,7 @@ class TargetSteps(TargetSettling):
         with span("meet source"):
             if resumes:
                 resumed.must_be_first(self.moves.values(), facts.rank.uid)
-                said = await resumed.check_coordinator(self.node, request.coordinator)
+                said = await resumed.check_coordinator(self.node, request)
             else:
                 await self._check_source(facts.source_node, request)
             sender = request.image_node if resumes and request.image_node else facts.source_node
@@ -396,7 +396,7 @@ class TargetSteps(TargetSettling):
 
 def _prepared(move_log: MoveLog) -> pb.PrepareReply:
     pairs = [pb.GpuPair(old_uuid=old, new_uuid=new) for old, new in move_log.record.gpu_pairs]
-    return pb.PrepareReply(nonce=move_log.nonce, gpu_pairs=pairs, finds_blocks=True)
+    return pb.PrepareReply(nonce=move_log.nonce, gpu_pairs=pairs, finds_blocks=move_log.begin.user_id >= 0)
 
 
 def _must_be_sealed(sealed: bool, caller: str) -> None:

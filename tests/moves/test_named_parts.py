@@ -1,0 +1,110 @@
+"""The node of a copy believes the coordinator of the job, not the node that has the rank, about whose copy it is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Refused
+from snapshotd.moves.jobs import listing, replicas
+from snapshotd.moves.journal import Journal
+from snapshotd.moves.record import Begin
+from snapshotd.moves.record_parts import JobPart
+from snapshotd.moves.rules import Mark
+from snapshotd.moves.target import copies
+from snapshotd.transport.image.store import ImageStore
+
+RECORD, COPY, MINE, VICTIM = (f"m-{number:012x}" for number in (1, 2, 3, 4))
+PART = JobPart("night-1-00000001", 1, MINE, "node-1", "e", copy=COPY, copy_node="node-2", copy_endpoint="e")
+
+
+class Buddy:
+    """node-2, which keeps copies, and its coordinator, node-3, whose version may be too old to name ranks."""
+
+    def __init__(self, folder: Path, *, names: bool = True) -> None:
+        here = ("node-3", "e", "node-3", "e", "00" * 32, "boot", 1.0)
+        self.record = Journal(folder / "coordinator").begin(Begin(RECORD, "job", "", "night", 0, *here, user_id=7))
+        self.record.mark(Mark.BEGUN, participants=[PART])
+        self.names = names
+        self.images = folder / "images"
+        self.journal, self.store = Journal(folder / "state"), ImageStore(self.images)
+        config = SimpleNamespace(node="node-2", advertise="e")
+        self.node: Any = SimpleNamespace(config=config, journal=self.journal, store=self.store, client=self._client)
+
+    @asynccontextmanager
+    async def _client(self, name: str, endpoint: str) -> AsyncIterator[Any]:
+        async def outcome(request: pb.MoveRequest, timeout_s: float) -> pb.Outcome:
+            found = pb.Outcome(kind=pb.UNDECIDED)
+            if request.part and self.names:
+                listing.name_part(found, self.record, request.part)
+            return found
+
+        assert name == "node-3"
+        yield SimpleNamespace(job=SimpleNamespace(GetOutcome=outcome))
+
+    async def prepare(self, **claimed: Any) -> Any:
+        fields: dict[str, Any] = {"uid": PART.rank_uid, "job": "night", "rank": 1, "user_id": 7, **claimed}
+        request = pb.PrepareRequest(
+            move=COPY,
+            facts=pb.RankFacts(rank=pb.Rank(**fields), source_node="node-1", memory_bytes=4096),
+            source_endpoint="e",
+            coordinator=pb.Coordinator(record=RECORD, node="node-3", endpoint="e"),
+            keep=True,
+        )
+
+        async def meet(name: str, endpoint: str) -> None:
+            pass
+
+        signatures: Any = SimpleNamespace(meet=meet)
+        return await copies.prepare(self.node, signatures, request)
+
+    def keeps(self) -> Path:
+        """The copy of a rank, from an earlier snapshot that node-3 coordinates too."""
+        names = ("target", PART.rank_uid, "night", 1, "node-1", "e", "node-2", "e", "00" * 32, "boot", 1.0)
+        begin = Begin(VICTIM, *names, user_id=7, coordinator="m-0000000000ff", coordinator_node="node-3", kind="copy")
+        self.journal.begin(begin)
+        image = self.images / VICTIM
+        image.mkdir(parents=True)
+        (image / ".sealed").write_text("[]")
+        self.node.store = ImageStore(self.images)
+        return image
+
+
+@pytest.mark.parametrize("claimed", [{"uid": "victim-1"}, {"job": "victim"}, {"user_id": 8}, {"rank": 2}])
+async def test_copy_under_the_name_of_another_rank_is_refused(tmp_path: Path, claimed: dict[str, Any]) -> None:
+    buddy = Buddy(tmp_path)
+    with pytest.raises(Refused, match=f"node-3, the coordinator of the job, does not know {COPY}"):
+        await buddy.prepare(**claimed)
+    assert not buddy.journal.all()
+    assert not buddy.store.moves()
+
+
+async def test_copy_that_is_meant_for_another_node_or_is_no_copy_is_refused(tmp_path: Path) -> None:
+    buddy = Buddy(tmp_path)
+    buddy.node.config.node = "node-4"
+    with pytest.raises(Refused, match="on node-4"):
+        await buddy.prepare()
+    buddy.node.config.node = "node-2"
+    buddy.record.mark(Mark.BEGUN, participants=[])
+    with pytest.raises(Refused, match="does not know"):
+        await buddy.prepare()
+
+
+async def test_copy_that_the_coordinator_names_uses_earlier_copies_of_that_rank(tmp_path: Path) -> None:
+    buddy = Buddy(tmp_path)
+    earlier = buddy.keeps()
+    await buddy.prepare()
+    assert list(replicas.images_for(buddy.node, COPY)[1]) == [earlier]
+
+
+async def test_copy_that_an_older_coordinator_cannot_name_is_kept_and_uses_no_image(tmp_path: Path) -> None:
+    buddy = Buddy(tmp_path, names=False)
+    buddy.keeps()
+    assert (await buddy.prepare()).begin.user_id == -1
+    assert list(replicas.images_for(buddy.node, COPY)[1]) == []
