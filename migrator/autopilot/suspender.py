@@ -56,7 +56,8 @@ class Suspender:
         self.tasks[one.id] = asyncio.create_task(self._suspend(one))
 
     async def _suspend(self, one: Suspension) -> None:
-        options = JobOptions(one.job, one.user_id, record=one.id)
+        # With its ranks: the user may have started another job of the same name since it was planned.
+        options = JobOptions(one.job, one.user_id, uids=frozenset(rank.uid for rank in one.ranks), record=one.id)
         try:
             result = await jobs.suspend(self.cluster, options, lambda event: None)
         except SnapshotError as error:

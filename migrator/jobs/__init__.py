@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from migrator.cluster import Cluster
 from migrator.find_rank import Found
 from migrator.job_results import JobOptions, JobResult
-from migrator.jobs.finding import find_running, find_suspended, snapshot_of
+from migrator.jobs.finding import find_running, find_suspended, must_be_same, snapshot_of
 from migrator.jobs.resume import Resumption
 from migrator.jobs.rollback import rollback
 from migrator.jobs.snapshot import Snapshot
@@ -30,6 +30,7 @@ async def suspend(cluster: Cluster, options: JobOptions, on_event: Callable[[Eve
 
     Raises only for what is wrong before a daemon was asked to change anything. Every later failure is in the result."""
     found, warnings = await find_running(cluster, options.job, options.user_id)
+    must_be_same(options, found)
     run = Suspension(cluster, options, found, await _coordinator(cluster, found), on_event)
     run.warnings += warnings
     return await drive(run)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from migrator import jobs as real_jobs
 from migrator.autopilot import report, suspender
 from migrator.autopilot.engine import Engine
 from migrator.autopilot.policy import Policy
@@ -43,6 +44,7 @@ class FakeJobs:
     pilots: PilotCluster
     stops_at: str = ""
     fails: str = ""
+    restarts: bool = False  # the job is started again each time it is about to be suspended
     reached: list[str] = field(default_factory=list)
     images: dict[str, pb.Rank] = field(default_factory=dict)  # by record
 
@@ -74,6 +76,10 @@ class FakeJobs:
         await self._reach("before suspending")
         if self.fails:
             raise Unreachable(self.fails)
+        if self.restarts:
+            (rank,) = [one for one in self.pilots["spare-1"].ranks if one.job == "low"]
+            rank.uid = f"low-0-{len(self.reached) + 1:08x}"
+            return await real_jobs.suspend(cluster, options, on_event)
         self.records.append(pb.JobRecord(record=options.record, job=options.job, user_id=options.user_id or 0))
         await self._reach("suspending")
         self.commit_suspension(options.record)
@@ -298,6 +304,19 @@ async def test_refused_suspension_leaves_the_job_and_is_given_up(pilots: PilotCl
         assert await alerts(store, "low: 3 attempts have failed")
         await state(store, SuspensionState.NOT_SUSPENDED, 3)
     assert pilots.places() == {GPT: "node-1", LOW: "spare-1"}
+
+
+async def test_job_that_was_started_again_under_its_name_is_not_suspended(pilots: PilotCluster, jobs: FakeJobs) -> None:
+    """It is not the one that the policy was asked about, and its nodes are not those where it would be looked for."""
+    jobs.restarts = True
+    async with running(pilots) as store:
+        pilots["node-1"].raise_alarm()
+        assert await alerts(store, "low: 3 attempts have failed")
+        await state(store, SuspensionState.NOT_SUSPENDED, 3)
+        tried = await store.suspensions()
+    assert all("job low is not the one that was meant" in one.result for one in tried)
+    assert [one.place for one in pilots["spare-1"].ranks if one.job == "low"] == [pb.Rank.HERE]
+    assert not pilots["spare-1"].called("Begin", "Freeze")
 
 
 def test_verb_without_an_autopilot_suspends_nothing(
