@@ -5,9 +5,11 @@ Screenshots are left in build/page, for people to look at.
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from migrator.autopilot.page import access
+from migrator.autopilot.store import Store
+from migrator.autopilot.suspension import SuspendedRank, Suspension
+from snapshotd.api import snapshotd_pb2 as pb
 from tests.autopilot.conftest import PilotCluster
 from tests.autopilot.pages import autopilot
 from tests.autopilot.test_progress import PERIOD_MS, counting
@@ -282,6 +287,42 @@ def test_an_operator_drains_a_node_with_the_keyboard_and_approves_a_proposal(
         page.locator("#logout").click()
         expect(page.locator("#proposals button")).to_have_count(0)  # without a login
     assert set(pilots.places().values()) == {"spare-1"}
+
+
+@pytest.fixture
+def suspended(pilots: PilotCluster) -> pb.JobRecord:
+    """The record of a job that was suspended by an earlier autopilot, and has room nowhere."""
+    rank = SuspendedRank("low-0-00000001", 0, "spare-1", "spare-1", (), memory_bytes=1 << 50)
+    one = Suspension("m-000000000001", "low", 0, (rank,), "spare-1", "gpt-3-00000001", "suspended to make room", 1.0)
+
+    async def record() -> None:
+        async with Store.open(pilots.path.parent / "state") as store:
+            await store.intend_suspension(one)
+
+    with ThreadPoolExecutor(1) as other:  # the browser has a loop in this one
+        other.submit(asyncio.run, record()).result()
+    known = pb.JobRecord(record=one.id, job="low", outcome=pb.COMMIT)
+    pilots["spare-1"].jobs.append(known)
+    return known
+
+
+def test_a_suspended_job_stays_in_the_list(
+    pilots: PilotCluster, suspended: pb.JobRecord, browser: Browser, url: str
+) -> None:
+    pilots["node-1"].ranks.append(a_rank("node-1", job="gpt"))
+    with opened(browser, url) as page:
+        jobs = page.locator("#jobs li")
+        expect(jobs).to_have_count(2)
+        expect(jobs.first.locator(".badge")).to_have_text("suspended")
+        expect(jobs.first).to_contain_text("suspended to make room")
+        assert page.evaluate(EXAMINE) == NOTHING_WRONG
+        shoot(page, "suspended")
+        jobs.first.locator("a").click()
+        expect(page.locator("#job-about")).to_contain_text("suspended to make room, since")
+        page.locator("#job-view .back").click()
+        suspended.ended_by = "an operator"
+        expect(jobs).to_have_count(1)
+        expect(jobs).to_contain_text("gpt")
 
 
 def test_it_fits_a_telephone_in_light_and_dark(pilots: PilotCluster, browser: Browser, url: str) -> None:

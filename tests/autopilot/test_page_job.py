@@ -11,6 +11,7 @@ from migrator.autopilot.model import Loss, MoveState, NodeState, Order, Proposal
 from migrator.autopilot.pace import Pace, Period
 from migrator.autopilot.page import job_records
 from migrator.autopilot.page.jobs import RANKS
+from migrator.autopilot.suspension import SuspendedRank, Suspension, SuspensionState
 from migrator.autopilot.world import World
 from tests.autopilot import worlds
 from tests.autopilot.pages import Page, served
@@ -51,6 +52,20 @@ async def test_job_is_shown_with_ranks_pace_and_stragglers(tmp_path: Path) -> No
         assert (await job(page, "1000/<img>"))["ranks"] == []
         for wrong in ("train", "1000/" + "x" * 2000):
             assert (await page.get(f"/api/job?job={wrong}")).status == 400
+
+
+async def test_suspended_job_is_shown_until_it_is_resumed(tmp_path: Path) -> None:
+    """It has no rank on any node."""
+    rank = SuspendedRank("low-0", 0, "node-2", "node-2", (), 1)
+    one = Suspension("m-1", "low", 1000, (rank,), "node-2", "train-0", "to make room", 1.0, SuspensionState.SUSPENDED)
+    over = replace(one, id="m-2", job="other", state=SuspensionState.RESUMED)
+    async with served(tmp_path, replace(a_job(), suspensions=(one, over))) as page:
+        listed = (await page.get("/api/state")).json["suspended"]
+        assert [(one["job"], one["state"], one["ranks"], one["reason"]) for one in listed] == [
+            ("low", "suspended", 1, "to make room")
+        ]
+        assert (await job(page, "1000/low"))["suspended"] == listed[0]
+        assert (await job(page, "1000/other"))["suspended"] is None
 
 
 async def test_job_has_its_own_moves_and_records(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from migrator.autopilot.model import Alarm, Move, NodeState, Rank
 from migrator.autopilot.pace import POINT_S, Pace
+from migrator.autopilot.page import view
 from migrator.autopilot.report import Interruption
 from migrator.autopilot.world import World
 
@@ -32,6 +33,7 @@ def job(
     found.sort(key=lambda rank: (not _troubled(world, rank, named), rank.rank, rank.node))
     moves = [_running(move) for move in world.running if move.job_key == key]
     ended = [_ended(one) for one in reversed(interruptions[-MOVES:]) if one.outcome != "moving"]
+    suspended = [view.suspended(one) for one in world.suspensions if one.open and one.job_key == key]
     return {
         "key": key,
         "name": name,
@@ -40,6 +42,7 @@ def job(
         "found_ranks": len(found),
         "nodes": len({rank.node for rank in ranks}),
         "away": sum(bool(rank.home) and rank.home != rank.node for rank in ranks),
+        "suspended": suspended[-1] if suspended else None,
         "ranks": [_rank(world, rank) for rank in found[:RANKS]],
         "pace": _pace(pace),
         "stragglers": [_straggler(alarm, subjects[alarm.subject]) for alarm in alarms if alarm.loss is not None],

@@ -17,6 +17,7 @@ from migrator.autopilot.chain import Record
 from migrator.autopilot.model import Alarm, Move, MoveState, Node, NodeState, Rank
 from migrator.autopilot.policy import Spares
 from migrator.autopilot.spares import free_spares
+from migrator.autopilot.suspension import Suspension
 from migrator.autopilot.world import World
 from migrator.results import Event
 
@@ -105,6 +106,7 @@ def state(
         ],
         "moves": [_move(move, phases) for move in world.running],
         "recent": [_ended(move) for move in recent[:RECENT]],
+        "suspended": [suspended(one) for one in world.suspensions if one.open],
         "orders": [
             {"id": order.id, "kind": order.kind, "node": order.node, "by": order.by, "reason": order.reason}
             for order in world.orders
@@ -162,6 +164,19 @@ def _move(move: Move, phases: Phases) -> dict[str, Any]:
 def _ended(move: Move) -> dict[str, Any]:
     facts = {"state": move.state.value, "result": move.result, "pause_s": round(move.pause_s, 2)}
     return {**_what(move), **facts, "ended_unix_s": round(move.ended_unix_s)}
+
+
+def suspended(one: Suspension) -> dict[str, Any]:
+    """A job that is suspended, or is about to be or to come back."""
+    return {
+        "job": one.job,
+        "user_id": one.user_id,
+        "ranks": len(one.ranks),
+        "state": one.state.value,
+        "since_unix_s": round(one.suspended_unix_s or one.intended_unix_s),
+        "reason": one.reason,
+        "result": one.result,
+    }
 
 
 def _what(move: Move) -> dict[str, Any]:

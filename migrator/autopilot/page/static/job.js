@@ -87,7 +87,9 @@ function drawPace() {
 
 export function draw() {
   if (!facts || !shown) return;
-  const ended = facts.all_ranks ? "" : "No rank of this job is registered now. ";
+  const { suspended } = facts;
+  const ended = suspended ? `${suspended.state === "suspended" ? "" : `${suspended.state}; `}${suspended.reason}, since ${moment(suspended.since_unix_s)}. `
+    : facts.all_ranks ? "" : "No rank of this job is registered now. ";
   const away = facts.away ? `, ${facts.away} away from where they were started` : "";
   find("job-about").textContent = `${ended}${plural(facts.all_ranks, "rank")} on ${plural(facts.nodes, "node")}${away}; user ${facts.user}`;
   drawPace();

@@ -64,13 +64,17 @@ function spare(one) {
   return item;
 }
 
+const started = (name, user) => ({ name, user, ranks: 0, nodes: 0, moving: 0, troubled: 0, last: "", suspended: null });
+
 // A job is named by its user and its name.
-function jobs(nodes) {
+// The ranks of a suspended job are on no node.
+function jobs(nodes, suspended) {
   const found = new Map();
+  for (const one of suspended) found.set(`${one.user_id}/${one.job}`, { ...started(one.job, one.user_id), suspended: one });
   for (const node of nodes) {
     for (const rank of node.ranks) {
       const key = `${rank.user_id}/${rank.job}`;
-      const job = found.get(key) || { name: rank.job, user: rank.user_id, ranks: 0, nodes: 0, moving: 0, troubled: 0, last: "" };
+      const job = found.get(key) || started(rank.job, rank.user_id);
       job.ranks += 1;
       job.moving += rank.moving ? 1 : 0;
       job.troubled += node.state === "healthy" && node.answers ? 0 : 1;
@@ -79,19 +83,27 @@ function jobs(nodes) {
       found.set(key, job);
     }
   }
-  return [...found.values()].sort((one, other) => other.troubled - one.troubled || other.ranks - one.ranks);
+  return [...found.values()].sort((one, other) => Boolean(other.suspended) - Boolean(one.suspended)
+    || other.troubled - one.troubled || other.ranks - one.ranks);
+}
+
+function suspension({ name, user, suspended }) {
+  return made("li", "", made("div", "line", made("strong", "", link(user, name)), badge(suspended.state, "suspect")),
+    make("div", `${plural(suspended.ranks, "rank")}, user ${user}, since ${moment(suspended.since_unix_s)}`, "why"),
+    make("div", suspended.result ? `${suspended.reason}; it could not be resumed: ${suspended.result}` : suspended.reason, "why"));
 }
 
 function job(one) {
   const words = [];
+  if (one.suspended) return suspension(one);
   if (one.moving) words.push(badge(`${one.moving} moving`, "validating"));
   if (one.troubled) words.push(badge(`${plural(one.troubled, "rank")} on nodes in trouble`, "tainted"));
   return made("li", "", made("div", "line", made("strong", "", link(one.user, one.name)), ...words),
     make("div", `${plural(one.ranks, "rank")} on ${plural(one.nodes, "node")}, user ${one.user}`, "why"));
 }
 
-function drawJobs(nodes) {
-  const found = jobs(nodes);
+function drawJobs(nodes, suspended) {
+  const found = jobs(nodes, suspended);
   const shown = found.slice(0, SHOWN_JOBS);
   const more = found.length - shown.length;
   list(find("jobs"), more ? [...shown, { more }] : shown, (one) => (one.more
@@ -133,7 +145,7 @@ export function drawPanels(state, mayAct, onAnswer) {
   list(find("moves"), state.moves, running, "No rank is being moved.");
   list(find("recent"), state.recent, ended, "No move has ended lately.");
   list(find("spares"), state.spares, spare, "No node is a spare.");
-  drawJobs(state.nodes);
+  drawJobs(state.nodes, state.suspended);
 }
 
 // ---------------------------------------------------------------- one node
