@@ -57,6 +57,9 @@ class Sight:
         """What is wrong with the job; empty: nothing, as far as can be seen. `ranks`: all that nodes know of the job.
         `lost_s`: after what time a rank that is missing counts as lost."""
         here = {one.rank.uid: one for one in ranks if one.rank.place == pb.Rank.HERE}
+        if is_suspended(ranks):
+            self.since_s = {}
+            return ""
         for uid, one in here.items():
             self.nodes[uid], self.ranks[uid] = one.node, one.rank
             if one.rank.HasField("failed"):
@@ -91,6 +94,13 @@ class Sight:
         return not ranks and not silent and bool(self.nodes)
 
 
+def is_suspended(ranks: Sequence[Found]) -> bool:
+    """Whether the job is suspended, or is just being resumed: of a rank there is an image, and no process. An image whose
+    number another process has is one of an earlier job with the same name."""
+    here = {one.rank.rank for one in ranks if one.rank.place == pb.Rank.HERE}
+    return any(one.rank.place == pb.Rank.SUSPENDED and one.rank.rank not in here for one in ranks)
+
+
 def failure(status: int) -> str:
     """A wait status in words."""
     return f"killed by signal {status & 127}" if status & 127 else f"exit status {status >> 8}"
@@ -122,6 +132,7 @@ class Protection:
         self.boots: dict[str, str] = {}  # node -> its boot id when all ranks were there for the last time
         self.recalled = False  # whether the records of the job were read
         self.trouble = self.refusal = ""  # what was said last about a rollback that is tried again
+        self.suspended = False  # whether it was said that the job is suspended
         self._undoing: set[asyncio.Task[float | None]] = set()  # snapshots that were given up
 
     async def run(self) -> int:
@@ -135,22 +146,42 @@ class Protection:
             if self.sight.has_ended(mine, silent):
                 self.say("the job has ended")
                 return 0
-            rebooted = await self._rebooted(self.sight.forgotten(mine, silent))
+            suspended = self._is_suspended(mine, silent)
+            rebooted = "" if suspended else await self._rebooted(self.sight.forgotten(mine, silent))
             trouble = waits or self.sight.trouble(mine, silent, now_s) or rebooted
             if self.stands_by:
                 if self.sight.first_is_lost(mine, silent, now_s):
                     self.say(f"{self.sight.first_home}, where the job was protected from, does not answer: taking over")
                     self.stands_by = self.recalled = False
                     continue
+            elif suspended:
+                self._wait_for_resumption()
+                next_s = (
+                    now_s  # the snapshot is of no use then: a job that was suspended since is not rolled back to it
+                )
             elif trouble:
                 if not self.tries.failed(now_s):
                     self.say(f"{trouble}, after {self.tries.count} rollbacks: it is passed on")
                     return 1
                 await self._roll_back(trouble)
             elif now_s >= next_s and mine and not self.sight.since_s:
+                if self.suspended:
+                    self.say("the job was resumed, and is protected again from its next snapshot on")
+                    self.suspended = False
                 pause_s = await self._take_unless_lost()
                 next_s = time.monotonic() + (AGAIN_S if pause_s is None else self._until_next(mine, pause_s))
             await asyncio.sleep(LOOK_S)
+
+    def _is_suspended(self, ranks: Sequence[Found], silent: Mapping[str, object]) -> bool:
+        """It still is if its nodes do not answer for a while."""
+        runs = any(one.rank.place == pb.Rank.HERE for one in ranks)
+        return is_suspended(ranks) or (self.suspended and bool(silent) and not runs)
+
+    def _wait_for_resumption(self) -> None:
+        if not self.suspended:
+            job = self.options.job
+            self.say(f"the job is suspended: it is protected again when it is resumed (`migrator job resume {job}`)")
+        self.suspended, self.trouble, self.refusal = True, "", ""
 
     async def _look(self) -> tuple[list[Found], Mapping[str, object]]:
         """What nodes know of the job, and the nodes that do not answer."""

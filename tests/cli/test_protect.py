@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from migrator.find_rank import Found
+from migrator.job_results import JobOptions
 from migrator.jobs import protect
 from migrator.jobs.finding import JobEntry
 from migrator.jobs.homes import check_after_loss, was_rebooted
 from migrator.jobs.interval import best
-from migrator.jobs.protect import LOST_S, Protection, Sight, failure
+from migrator.jobs.protect import LOST_S, Protection, Sight, failure, is_suspended
 from migrator.jobs.recall import Recalled, recall
 from migrator.jobs.tries import Tries
 from snapshotd.api import snapshotd_pb2 as pb
@@ -251,3 +252,80 @@ def test_time_for_which_the_job_was_down_begins_when_it_was_last_seen_well() -> 
     sight.trouble([rank(0, "a")], {"b": "silent"}, 6)
     assert sight.trouble([rank(0, "a")], {"b": "silent"}, 6 + LOST_S)
     assert sight.well_s == 5
+
+
+SUSPENDED, AWAY = pb.Rank.SUSPENDED, pb.Rank.AWAY
+
+
+def test_suspended_job_has_no_trouble_however_long_it_is() -> None:
+    sight = Sight()
+    sight.trouble([rank(0, "a"), rank(1, "b")], {}, 0)
+    suspended = [rank(0, "a", SUSPENDED), rank(1, "b", SUSPENDED), rank(1, "home", AWAY)]
+    for second in (1, 2 + LOST_S, 1000):
+        assert sight.trouble(suspended, {}, second) == ""
+        assert sight.trouble(suspended[:1], {"b": "silent"}, second) == "", "the image of rank 1 is there"
+    resumed = [rank(0, "a"), rank(1, "c"), rank(1, "home", AWAY)]
+    assert sight.trouble(resumed, {}, 1001) == ""
+    assert sight.trouble(resumed[:1], {"c": "silent"}, 1002) == ""
+    assert sight.trouble(resumed[:1], {"c": "silent"}, 1002 + LOST_S) == "c lost (does not answer)"
+
+
+def test_images_of_an_earlier_job_with_the_same_name_do_not_make_a_job_suspended() -> None:
+    earlier = Found("a", pb.Rank(uid="earlier-0", job="job", rank=0, place=SUSPENDED))
+    assert not is_suspended([rank(0, "a"), earlier])
+    assert is_suspended([earlier])
+    assert is_suspended([rank(0, "a"), rank(1, "b", SUSPENDED)]), "it is being resumed"
+    assert not is_suspended([rank(0, "a"), rank(0, "b", SUSPENDED)]), "the image is about to be dropped"
+    assert not is_suspended([])
+
+
+class Interrupted(Protection):
+    """A job that is suspended while it is protected. `looks`: what nodes know of it, one after the other; the last one lasts.
+    `did`: what was said and done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: list[tuple[list[Found], dict[str, object]]]) -> None:
+        nothing: Any = None
+        self.did: list[str] = []
+        super().__init__(nothing, JobOptions("job"), 0.0, 3, self.did.append)
+        self._looks, self.recalled = looks, True
+        monkeypatch.setattr(protect, "LOOK_S", 0.0)
+
+    async def _look(self) -> tuple[list[Found], Mapping[str, object]]:
+        return self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
+
+    async def _boots(self) -> dict[str, str]:
+        return {}
+
+    async def _take_unless_lost(self) -> float | None:
+        self.did.append("snapshot")
+        return 1.0
+
+    async def _roll_back(self, trouble: str) -> None:
+        self.did.append(f"rollback: {trouble}")
+
+
+async def test_protection_says_that_the_job_is_suspended_waits_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = [rank(0, "a"), rank(1, "b")]
+    suspended = [rank(0, "a", SUSPENDED), rank(1, "b", SUSPENDED)]
+    silent: dict[str, object] = {"a": "silent", "b": "silent"}
+    looks = [
+        (running, {}),
+        *[(suspended, {})] * 3,
+        ([], silent),
+        (suspended, {}),
+        (running, {}),
+        (running, {}),
+        ([], {}),
+    ]
+    protection = Interrupted(monkeypatch, looks)
+    assert await protection.run() == 0
+    waits = "the job is suspended: it is protected again when it is resumed (`migrator job resume job`)"
+    resumed = "the job was resumed, and is protected again from its next snapshot on"
+    assert protection.did == ["snapshot", waits, resumed, "snapshot", "snapshot", "the job has ended"]
+
+
+async def test_job_that_fails_after_its_resumption_is_trouble_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = [rank(0, "a"), rank(1, "b", failed=9)]
+    protection = Interrupted(monkeypatch, [([rank(0, "a", SUSPENDED)], {}), (failed, {}), ([], {})])
+    assert await protection.run() == 0
+    assert protection.did[1:] == ["rollback: rank 1 on b failed (killed by signal 9)", "the job has ended"]
