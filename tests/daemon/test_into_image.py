@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,18 +31,20 @@ __all__ = ["source"]
 
 MOVE, GPU, SIZES = "m-00000000000a", "GPU-1", [3, 2]
 MIB = 1 << 20
+LOST = GpuFailed("the copier was lost")
 
 
 class Held:
-    """What the holder keeps of one process, and its copier. `fails`: how often the copier does."""
+    """What the holder keeps of one process, and its copier. `fails`: how the copier does."""
 
     def __init__(self, key: str, folder: Path, names: list[str]) -> None:
         self.key, self.folder, self.names = key, folder, names
-        self.copied, self.closed, self.fails = 0, 0, 0
+        self.copied, self.closed = 0, 0
+        self.fails: Exception | None = None
 
     async def begin_whole(self) -> None:
-        if self.fails:
-            raise GpuFailed("the copier was lost")
+        if self.fails is not None:
+            raise self.fails
         self.copied += 1
         for name, size in zip(self.names, SIZES, strict=True):
             (self.folder / name).write_bytes(b"x" * size)
@@ -192,7 +195,7 @@ async def test_memory_that_has_grown_much_since_is_copied_while_the_rank_waits(r
 
 
 async def test_copier_that_is_lost_while_the_rank_waits_fails_the_step(rank: Rank) -> None:
-    rank.card.memory_free_bytes, rank.held.fails = 0, 1
+    rank.card.memory_free_bytes, rank.held.fails = 0, LOST
     with pytest.raises(GpuFailed):
         await rank.handed_over()
 
@@ -204,6 +207,33 @@ async def test_memory_that_cannot_become_the_ranks_own_is_copied_before_it_goes_
     assert (rank.held.copied, rank.dropped) == (1, [rank.held.key])
     assert await rank.goes_on() == ""
     assert (rank.held.copied, rank.whole()) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [LOST, OSError(errno.ENOSPC, "no space"), TimeoutError(), KeyError("done")],
+    ids=lambda one: type(one).__name__,
+)
+async def test_rank_goes_on_whatever_keeps_its_memory_from_being_copied_at_last(rank: Rank, failure: Exception) -> None:
+    """It is stopped meanwhile. Its snapshot does not count, although it could be copied later: it may have written to it."""
+    rank.imported, rank.held.fails = [True], failure
+    await rank.handed_over()
+    await rank.into.give_back()
+    assert (rank.given, rank.dropped) == ([True], [rank.held.key])
+    rank.held.fails = None
+    assert "went on before" in await rank.goes_on()
+    assert (rank.held.copied, rank.whole()) == (0, False)
+
+
+@pytest.mark.parametrize("failure", [GpuFailed("it does not answer"), OSError(errno.EMFILE, "too many files")])
+async def test_rank_goes_on_if_the_holder_does_not_answer(rank: Rank, failure: Exception) -> None:
+    def drop(_keys: Any) -> None:
+        raise failure
+
+    rank.node.holder.drop, rank.imported = drop, [True]
+    await rank.handed_over()
+    await rank.into.give_back()
+    assert rank.held.copied == 1
 
 
 async def test_memory_that_the_rank_may_have_written_to_does_not_count(rank: Rank) -> None:
@@ -221,7 +251,7 @@ async def test_memory_that_the_rank_may_have_written_to_does_not_count(rank: Ran
 async def test_copier_that_is_lost_while_the_rank_runs_leaves_no_whole_image(rank: Rank) -> None:
     await rank.handed_over()
     await rank.into.give_back()
-    rank.held.fails = 1
+    rank.held.fails = LOST
     assert "the copier was lost" in await rank.goes_on()
     assert (rank.held.closed, rank.node.gpu_copies, rank.whole()) == (1, {}, False)
 

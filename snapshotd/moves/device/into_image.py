@@ -130,23 +130,31 @@ class IntoImage:
             await reach(Point.TAKEN_BACK)
             await in_thread(hold.own, *numbers)
             if await in_thread(hold.imports, process):
-                await self._copy_after_all(one, key)
+                copied = await self._copy_after_all(one, key)
                 await in_thread(hold.own, *numbers)
+                if not copied:  # what the rank writes from now on may be in what is still kept
+                    return True
         except RankGone:  # it could not change anything
             log.info("process %d has ended: no device memory has to come back to it", process.pid)
         self._shared.discard(key)
         return True
 
-    async def _copy_after_all(self, one: Striped, key: str) -> None:
-        """The GPU has no room for both after all: writes the memory to the host, and leaves it to the rank."""
-        log.warning(
-            "the GPU has no room for a copy of the memory of process %d: the rank waits for it", one.process.pid
-        )
+    async def _copy_after_all(self, one: Striped, key: str) -> bool:
+        """The GPU has no room for both after all: writes the memory to the host, and leaves it to the rank. False if it could
+        not be written. Never fails: the rank is stopped, and whatever the reason is, it goes on, and the snapshot does not
+        count."""
+        pid, copied = one.process.pid, True
+        log.warning("the GPU has no room for a copy of the memory of process %d: the rank waits for it", pid)
         try:
             await self._copy(one)
-        except SnapshotError as error:  # the rank goes on, and the snapshot does not count
-            log.error("the device memory of process %d cannot be copied: %s", one.process.pid, error.message)
-        await in_thread(self._node.holder.drop, [key])
+        except Exception as error:  # noqa: BLE001 - no file can be written, the copier was lost, or answers nonsense
+            copied = False
+            log.error("the device memory of process %d cannot be copied: %r", pid, reason(error))
+        try:
+            await in_thread(self._node.holder.drop, [key])
+        except (SnapshotError, OSError) as error:  # it is dropped when the snapshot ends
+            log.error("the GPU still has the former memory of process %d: %s", pid, reason(error))
+        return copied
 
     # ------------------------------------------------------------------ while the rank runs again
 
