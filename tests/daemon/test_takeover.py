@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Denied, Full, GpuFailed
+from snapshotd.api.errors import Denied, Full, GpuFailed, WrongState
 from snapshotd.holder.client import Holder
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.moves.device import takeover
@@ -103,6 +105,42 @@ async def test_memory_that_was_described_otherwise_is_not_given(nodes: Nodes) ->
         await taking.give({}, [one], 1.0)
     await taking.close()
     assert nodes.target.kept() == {}
+
+
+async def test_take_over_that_comes_after_the_end_of_its_move_keeps_nothing(nodes: Nodes) -> None:
+    taking = nodes.take_over()
+    await taking.start()
+    await taking.close()
+    with pytest.raises(WrongState, match="has ended here"):
+        await taking.allocate(7, BLOCKS, KEY)
+    assert nodes.target.kept() == {}
+
+
+async def test_take_over_during_which_its_move_ends_keeps_nothing(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its source has not waited for it, and the move is undone."""
+    taking = nodes.take_over()
+    await taking.start()
+    kept, closed = threading.Event(), threading.Event()
+    held = Holder.held
+
+    def slowly(holder: Holder, key: str) -> Iterator[tuple[list[HeldBlock], list[int]]]:
+        for batch in held(holder, key):
+            yield batch
+            kept.set()
+            assert closed.wait(60)
+
+    monkeypatch.setattr(Holder, "held", slowly)
+    late = asyncio.create_task(taking.allocate(7, BLOCKS, KEY))
+    assert await asyncio.to_thread(kept.wait, 60)
+    assert nodes.target.kept(), "part of it"
+    await taking.close()
+    closed.set()
+    with pytest.raises(WrongState, match="has ended here"):
+        await late
+    assert nodes.target.kept() == {}
+    assert nodes.source.count(KEY) == len(BLOCKS)
 
 
 async def test_only_a_holder_is_asked(nodes: Nodes, tmp_path: Path) -> None:

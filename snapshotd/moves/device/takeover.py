@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from snapshotd.api.errors import Denied, GpuFailed, SnapshotError, Where
+from snapshotd.api.errors import Denied, GpuFailed, SnapshotError, Where, WrongState
 from snapshotd.holder.client import Holder
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.moves.device import hold
@@ -78,6 +79,8 @@ class TakeOver:
         self._holder, self._move, self._from = node.holder, move, holder
         self._bytes: dict[int, int] = {}
         self._keys: set[str] = set()
+        self._lock = threading.Lock()
+        self._over = False
 
     def _key(self, pid: int) -> str:
         return f"{self._move}/to-{pid}"
@@ -87,19 +90,24 @@ class TakeOver:
         await in_thread(self._holder.start, self._move)
 
     async def allocate(self, pid: int, blocks: Sequence[HeldBlock], key: str) -> None:
-        """The memory of a process has left it, and is kept under that key: takes it over. Idempotent."""
+        """The memory of a process has left it, and is kept under that key: takes it over. Idempotent. If the move has
+        ended, or ends meanwhile, it raises WrongState and leaves nothing."""
         await in_thread(self._take, pid, list(blocks), key)
 
     def _take(self, pid: int, blocks: list[HeldBlock], key: str) -> None:
         if not re.fullmatch(rf"{re.escape(self._move)}/[0-9]+", key):
             raise Denied(f"{key[:100]!r} is not memory of move {self._move}", where=Where.SOURCE_FROZEN)
         own = self._key(pid)
-        self._keys.add(own)
-        self._holder.drop([own])
+        with self._lock:
+            self._must_be_open()
+            self._keys.add(own)
+            self._holder.drop([own])
         taken: list[HeldBlock] = []
         with _connected(self._from) as there:
             for some, fds in there.held(key):
-                self._holder.keep(own, some, fds)
+                with self._lock:
+                    self._must_be_open()
+                    self._holder.keep(own, some, fds)
                 taken += some
         if taken != blocks:
             raise GpuFailed(
@@ -109,6 +117,11 @@ class TakeOver:
             )
         self._bytes[pid] = sum(one.bytes for one in blocks)
         log.info("took over %d bytes of device memory of process %d, on the same GPU", self._bytes[pid], pid)
+
+    def _must_be_open(self) -> None:
+        """What is kept after `close` would stay on the GPU until this daemon is restarted."""
+        if self._over:
+            raise WrongState(f"{self._move} has ended here, or has another channel", where=Where.SOURCE_FROZEN)
 
     async def give(self, processes: Mapping[int, Process], device: Sequence[OffloadedMemory], limit_s: float) -> int:
         """Gives the memory to the restored processes; the bytes. It becomes their own with their next move: until COMMIT, the
@@ -126,8 +139,14 @@ class TakeOver:
             raise GpuFailed(str(lost), where=Where.SOURCE_FROZEN) from lost
 
     async def close(self) -> None:
-        """Releases what no process got. Idempotent. Never fails: what is left is released when the move ends here."""
+        """Releases what no process got. Idempotent. Never fails: what is left is released when the move ends here. Nothing
+        is taken over afterwards."""
         try:
-            await in_thread(self._holder.drop, list(self._keys))
+            await in_thread(self._close)
         except SnapshotError as error:
             log.warning("device memory of %s is not released yet: %s", self._move, error.message)
+
+    def _close(self) -> None:
+        with self._lock:  # a take-over in progress keeps nothing after this
+            self._over = True
+            self._holder.drop(list(self._keys))
