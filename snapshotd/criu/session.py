@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -42,7 +43,9 @@ _LIMITS = _LIBRARIES / "libcriulimits.so"
 #: read.
 _FILES = _LIBRARIES / "libcriufiles.so"
 
-#: Of criu's log.
+log = logging.getLogger(__name__)
+
+#: Of criu's log. It writes several lines for each mapping and each run of pages, with a system call for each line.
 _WARNINGS, _EVERYTHING = 2, 4
 
 OnNotify = Callable[[str, int], Awaitable[None]]
@@ -189,7 +192,7 @@ def _options(images: Path, log_file: str) -> rpc.criu_opts:
     return rpc.criu_opts(
         images_dir_fd=-1,
         images_dir=str(images),
-        log_level=_EVERYTHING,
+        log_level=_EVERYTHING if log.isEnabledFor(logging.DEBUG) else _WARNINGS,
         log_file=log_file,
         notify_scripts=True,
         file_locks=True,
@@ -217,15 +220,11 @@ def dump_request(images: Path, inner_pid: int, cgroup: Path, external: Sequence[
     return rpc.criu_req(type=rpc.DUMP, opts=options)
 
 
-def restore_request(images: Path, inherit: Sequence[tuple[str, int]], *, compares: bool = False) -> rpc.criu_req:
+def restore_request(images: Path, inherit: Sequence[tuple[str, int]]) -> rpc.criu_req:
     """Restores the tree, stopped as it was dumped, as a child of criu's parent, the keeper.
 
-    auto_dedup removes each page from the image as it is restored: the target never holds the rank twice. `compares`: criu
-    compares many pages of forked processes, and would write several lines to its log for each: that takes longer than to
-    compare them."""
+    auto_dedup removes each page from the image as it is restored: the target never holds the rank twice."""
     options = _options(images, "restore.log")
-    if compares:
-        options.log_level = _WARNINGS
     options.rst_sibling = True
     options.auto_dedup = True
     options.leave_stopped = True  # even if a SIGCONT arrived between the freeze and the dump

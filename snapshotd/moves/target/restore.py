@@ -122,7 +122,7 @@ class Restore:
             image_bytes = await in_thread(_image_bytes, folder)
             asking = session.ask(
                 keeper.ours,
-                session.restore_request(folder, inherit, compares=0 in image.below.values()),
+                session.restore_request(folder, inherit),
                 log_path=folder / "restore.log",
                 timeout_s=RESTORE_S + RESTORE_GIB_S * image_bytes / 2**30,
                 where=Where.SOURCE_FROZEN,
