@@ -143,6 +143,28 @@ def test_protected_ddp_job_goes_on_after_a_rank_was_killed_and_a_node_lost(torch
 
 
 @pytest.mark.timeout(900)
+def test_protected_job_of_torchrun_is_rolled_back_with_its_store(torch_lab: TorchLab) -> None:
+    """As users start it, with --master-addr: the launcher would host the store of its ranks."""
+    nodes = torch_lab.cluster
+    torch_lab.run_options = ("--protect", "10m", "--cluster", str(nodes.lab.cluster_path))
+    job = torch_lab.torchrun("ddp.py", "--pace-s", "0.3", "--until", "{end}", nodes=(ONE, TWO), name="elastic")
+    torch_lab.run_options = ()
+    said = job.agents[0].text
+    job.await_steps(5)
+    until("the first snapshot", lambda: ", paused " in said())
+    job.await_progress(3)
+    ranks = nodes.processes_of(str(job.end))
+    (one,) = [pid for pid in ranks if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(one, signal.SIGKILL)
+    until("the rollback", lambda: ", down " in said(), 240)
+    job.await_progress(3)
+    job.end.touch()  # the job makes a new group now, with the store
+    assert job.finish() == [0, 0], f"{job.text()}\n{nodes.logs()}"
+    torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
+    until("nothing to be left", lambda: not nodes.leftovers())
+
+
+@pytest.mark.timeout(900)
 def test_protected_job_goes_on_after_the_node_of_its_coordinator_was_lost(torch_lab: TorchLab) -> None:
     """Nobody declares that node dead. When it is back, it learns that another one coordinates the job."""
     nodes = torch_lab.cluster

@@ -37,7 +37,7 @@ NCCL_PRESETS = {"NCCL_RAS_ENABLE": "0"}
 NCCL_SAFE = {**NCCL_PRESETS, "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
 
 #: With a rendezvous of kind c10d, torchrun's ranks use a store in the launcher, unless this is set: then rank 0 has it. A
-#: whole job can only be suspended or rolled back with its store. With `--master-addr` the launcher always has it.
+#: whole job can only be suspended or rolled back with its store. With `--master-addr` the launcher always has it (stores.py).
 STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 #: How a rank's device memory is moved: by the driver's checkpoint, or faster by the shim, for memory that is allocated with

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from migrator import formatting
-from migrator.cli import caches, command_words, intervals, launchers, no_ranks, protection, starters
+from migrator.cli import caches, command_words, intervals, launchers, no_ranks, protection, starters, stores
 
 if TYPE_CHECKING:
     from shim.keeper.library import Library
@@ -167,6 +167,8 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
             preload, allowed = launchers.SHIMLESS not in environment, launchers.UNPROTECTED in environment
             cautious = launchers.CAUTIOUS in environment
             environment = launchers.worker_environment(environment)
+            if protect:
+                environment = stores.of_rank_0(environment, rank)
         library = None
         if preload:
             prepared = launchers.rank_environment(environment, options.device_memory, nccl_safe=cautious)
@@ -192,7 +194,7 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
         )
     except _Unprotected as error:
         return _fail(str(error), remedy=error.remedy, as_json="--json" in own)
-    except (_Wrong, launchers.NotProtectable) as error:
+    except (_Wrong, launchers.NotProtectable, stores.PortInUse) as error:
         return _fail(str(error), as_json="--json" in own)
     except OSError as error:
         return _fail(f"cannot start the rank: {error}", as_json="--json" in own)

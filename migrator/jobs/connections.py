@@ -54,9 +54,9 @@ def check(ranks: Mapping[int, Sockets]) -> pb.Check:
         verdict=pb.Check.REFUSE,
         reason="these connections lead to processes that are not ranks of the job, or through a forwarded address: "
         + "; ".join(alone[:5]),
-        remedy="start the job without a store in the launcher, which torchrun has with --master-addr: use `migrator run --"
-        " torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT …`, or `migrator run -- python train.py` with RANK and"
-        " MASTER_ADDR; name all processes of the job with the same --job",
+        remedy="start the job without a store in the launcher, which torchrun has with --master-addr: use `migrator run"
+        " --protect -- torchrun …`, `migrator run -- torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT …`, or"
+        " `migrator run -- python train.py` with RANK and MASTER_ADDR; name all processes of the job with the same --job",
     )
 
 
