@@ -5,7 +5,7 @@ searched, so a source learns nothing about images of other users and jobs.
 
 Whatever goes wrong here (an image is dropped in the meantime, a file cannot be read) is answered with MISSING, and the source
 sends the content. There is one index for each set of moves that may use the same images, kept as long as one of them is
-arriving.
+arriving. Its memory is reserved before it is made; an image for whose index there is no room is not searched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from snapshotd.transport.image.block_index import BlockIndex
+from snapshotd.proc.room import RESERVE_BYTES, Room, mib
+from snapshotd.transport.image.block_index import BlockIndex, most_bytes
 from snapshotd.transport.image.blocks import Offered
 from snapshotd.transport.image.frame import Frame
 
@@ -38,12 +39,22 @@ class _Shared:
     folders: set[Path] = field(default_factory=set)
     users: set[str] = field(default_factory=set)
     unread: dict[str, Sequence[Path]] = field(default_factory=dict)  # by move: images that are not in the index yet
+    promised_bytes: int = 0  # the most that the index will have when it is built
+
+    @property
+    def purpose(self) -> str:
+        return f"block index {id(self)}"
+
+    def untaken_bytes(self) -> int:
+        return max(0, self.promised_bytes - self.index.memory_bytes)
 
 
 class KnownBlocks:
     """All blocks that arriving images may use. Every method may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room | None = None) -> None:
+        """`room`: where the memory of indexes is reserved; None: it is not."""
+        self._room = room
         #: Which images the move may use; none unless the daemon says so.
         self.images_for: Callable[[str], Usable] = lambda _move: (None, ())
         self._lock = threading.Lock()
@@ -70,8 +81,11 @@ class KnownBlocks:
             if shared is None:
                 return
             shared.users.discard(move)
-            if not shared.users:
-                self._shared = {key: other for key, other in self._shared.items() if other is not shared}
+            if shared.users:
+                return
+            self._shared = {key: other for key, other in self._shared.items() if other is not shared}
+        if self._room is not None:
+            self._room.give_up(shared.purpose)
 
     def _index(self, move: str) -> BlockIndex:
         with self._lock:
@@ -84,24 +98,43 @@ class KnownBlocks:
                     shared.users.add(move)
                     shared.unread[move] = folders
         with shared.building:  # the other streams of this move wait for the index
-            _build(shared, shared.unread.pop(move, ()))
+            self._build(shared, shared.unread.pop(move, ()))
         return shared.index
 
-
-def _build(shared: _Shared, folders: Sequence[Path]) -> None:
-    began_s, before = time.monotonic(), len(shared.index)
-    for folder in folders:
-        if folder in shared.folders:
-            continue
-        shared.folders.add(folder)
-        try:
-            for path in sorted(folder.iterdir()):
-                if not path.name.startswith("."):
+    def _build(self, shared: _Shared, folders: Sequence[Path]) -> None:
+        began_s, before = time.monotonic(), len(shared.index)
+        for folder in folders:
+            if folder in shared.folders:
+                continue
+            try:
+                files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+                if not self._reserve(shared, sum(most_bytes(path) for path in files), folder):
+                    continue  # not known: there may be room for it when the next copy comes
+                shared.folders.add(folder)
+                for path in files:
                     shared.index.add(path)
-        except OSError as error:  # dropped in the meantime, say
-            log.info("not all blocks of %s are known: %s", folder, error)
-    if added := len(shared.index) - before:
-        log.info("know %d blocks of images in %.2f s", added, time.monotonic() - began_s)
+            except OSError as error:  # dropped in the meantime, say
+                log.info("not all blocks of %s are known: %s", folder, error)
+            finally:
+                shared.promised_bytes = 0  # what it takes, it has
+        if added := len(shared.index) - before:
+            log.info("know %d blocks of images in %.2f s", added, time.monotonic() - began_s)
+
+    def _reserve(self, shared: _Shared, size_bytes: int, folder: Path) -> bool:
+        """Whether there is room for so much more, which is then reserved."""
+        if self._room is None:
+            return True
+        with self._room.turn():
+            free = self._room.free()
+            if free.bytes < size_bytes + RESERVE_BYTES:
+                log.warning(
+                    "copies that could use blocks of %s are sent whole: an index needs %s and a reserve of %s, and %s",
+                    *(folder.name, mib(size_bytes), mib(RESERVE_BYTES), free),
+                )
+                return False
+            shared.promised_bytes = shared.index.memory_bytes + size_bytes
+            self._room.count(shared.purpose, shared.untaken_bytes)
+        return True
 
 
 def _fill(data: memoryview, offered: Offered, index: BlockIndex) -> list[int]:

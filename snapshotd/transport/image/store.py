@@ -58,7 +58,7 @@ class ImageStore:
         self._sealed: dict[str, str] = {}  # move -> the sealed list of files
         self._dropping: list[threading.Thread] = []
         self._undropped: set[str] = set()
-        self.known_blocks = KnownBlocks()
+        self.known_blocks = KnownBlocks(room)
         if room is not None and not on_disk:
             room.count(ROOM, self.reserved_bytes)
         image_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
