@@ -38,11 +38,7 @@ class GpuCluster:
 
     def configure(self, node: str, keys: Mapping[str, Any]) -> None:
         """Adds keys to the configuration of a node's daemon and restarts it."""
-        path = self.lab.layout.node(node) / "snapshotd.toml"
-        lines = [line for line in path.read_text().splitlines() if line.partition(" ")[0] not in keys]
-        added = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
-        path.write_text("\n".join([*added, *lines]) + "\n")
-        self.restart(node)
+        self.cluster.configure(node, keys)
 
     def restart(self, node: str) -> None:
         self.lab.kill_daemon(node)

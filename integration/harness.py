@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,6 +175,15 @@ class Cluster:
             stderr=subprocess.PIPE,
             text=True,
         )
+
+    def configure(self, node: str, keys: Mapping[str, Any]) -> None:
+        """Adds keys to the configuration of a node's daemon and restarts it."""
+        path = self.lab.layout.node(node) / "snapshotd.toml"
+        lines = [line for line in path.read_text().splitlines() if line.partition(" ")[0] not in keys]
+        added = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
+        path.write_text("\n".join([*added, *lines]) + "\n")
+        self.lab.kill_daemon(node)
+        self.lab.start_daemon(node)
 
     def ps(self, job: Job) -> list[dict[str, Any]]:
         done = self.migrator("ps", "--json")

@@ -4,13 +4,15 @@ as those that were sent whole."""
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from integration.harness import Cluster, until
+from integration.harness import MIGRATOR, Cluster, until
 from integration.torch_jobs import HOMES, TorchLab, at_rest
+from snapshotd.transport.pace import BURST_S
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
@@ -68,3 +70,55 @@ def test_replicas_are_not_sent_and_a_job_is_rolled_back_from_such_copies(torch_l
     job.assert_whole()
     torch_lab.assert_as_undisturbed(job, "ddp.py", *workload, world=len(HOMES))
     until("nothing to be left", lambda: not nodes.leftovers())
+
+
+LIMIT, LIMIT_BYTES_PER_S = "2MB/s", 2e6
+CHUNK_BYTES = 2 << 20
+
+
+@pytest.fixture
+def limited(torch_lab: TorchLab) -> Iterator[TorchLab]:
+    nodes = torch_lab.cluster
+    for node in HOMES[:2]:
+        nodes.configure(node, {"copy_limit": LIMIT})
+    yield torch_lab
+    for node in HOMES[:2]:
+        nodes.configure(node, {"copy_limit": ""})
+
+
+@pytest.mark.timeout(900)
+def test_copies_keep_to_their_limit_until_something_waits_for_them(limited: TorchLab) -> None:
+    nodes, homes = limited.cluster, HOMES[:2]
+    job = limited.plain("ddp.py", "--pace-s", "0.3", "--until", "{end}", nodes=homes, name="limited")
+    job.await_steps(3)
+    taking = subprocess.Popen(
+        [*MIGRATOR, "job", "snapshot", job.name, "--json"], env=nodes.environment(), stdout=subprocess.PIPE, text=True
+    )
+    waiting: set[int] = set()
+
+    def hurried() -> bool:
+        """Moves to where the ranks are: refused for that reason when no copy is on its way any more."""
+        for rank, node in enumerate(homes):
+            asked = ("--job", job.name, "--rank", str(rank), "--to", node)
+            if "a copy of its snapshot is being sent" in nodes.migrator("move", *asked).stderr:
+                waiting.add(rank)
+        return len(waiting) == len(homes)
+
+    until("moves to wait for the copies", hurried)
+    out, _ = taking.communicate()
+    assert taking.returncode == 0, f"{out}\n{nodes.logs()}"
+    lifted = json.loads(out)
+    assert _copy_s(lifted) < lifted["copied_bytes"] / len(homes) / LIMIT_BYTES_PER_S, "faster than the limit allows"
+
+    job.await_progress(2)
+    kept = _job(nodes, "snapshot", job.name)
+    assert [part["name"] for part in kept["parts"] if part["name"] == "limit"] == ["limit"], kept
+    least_bytes = kept["copied_bytes"] / len(homes) - CHUNK_BYTES  # before the last chunk of the slower node
+    assert _copy_s(kept) > least_bytes / LIMIT_BYTES_PER_S - BURST_S, kept
+    job.await_progress(2)
+    job.end.touch()
+    job.assert_whole()
+
+
+def _copy_s(snapshot: dict[str, Any]) -> float:
+    return float(next(phase["seconds"] for phase in snapshot["phases"] if phase["name"] == "copy"))

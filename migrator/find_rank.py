@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from migrator import users
 from migrator.cluster import Cluster
+from migrator.hurry import hurry
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Ambiguous, Busy, NotFound, SnapshotError, Unreachable, Where, WrongState
 
@@ -67,12 +68,19 @@ async def all_ranks(
 
 
 async def find_rank(
-    cluster: Cluster, rank: int | str, job: str | None, user_id: int | None = None, source: str = ""
+    cluster: Cluster,
+    rank: int | str,
+    job: str | None,
+    user_id: int | None = None,
+    source: str = "",
+    *,
+    hurries: bool = False,
 ) -> Found:
     """The only process that is rank `rank`, which is a number or the id of a rank. Raises NotFound, Ambiguous, Busy or
     Unreachable; changes nothing.
 
     A job is named by its user and its name, so that a user who gives a job the name of another's cannot make it immovable.
+    With `hurries`, a copy of its snapshot that keeps it from moving is sent without a limit from now on.
     With `source`, only that node is asked: another one that claims the rank, truthfully or not, changes nothing.
     """
     if source:
@@ -103,8 +111,10 @@ async def find_rank(
         of_job = f" in job {job!r}" if job else ""
         of_user = f" of user {users.described(user_id)}" if user_id is not None else ""
         raise NotFound(f"no rank {rank}{of_job}{of_user} runs on {source or 'any node'}")
-    if moving := [entry.rank.moving for entry in here if entry.rank.moving]:
-        raise Busy(f"rank {rank} is being moved already ({moving[0]})", where=Where.UNKNOWN)
+    if moving := [entry for entry in here if entry.rank.moving]:
+        await refuse_busy(
+            cluster, moving, f"rank {rank} is being moved already ({moving[0].rank.moving})", hurries=hurries
+        )
     if len(here) > 1:
         on = ", ".join(f"{entry.node} ({entry.rank.uid})" for entry in here)
         if len({entry.rank.uid for entry in here}) == 1:
@@ -117,6 +127,17 @@ async def find_rank(
             remedy=f"name one by its id: --rank {here[0].rank.uid}",
         )
     return here[0]
+
+
+async def refuse_busy(cluster: Cluster, moving: Sequence[Found], why: str, *, hurries: bool) -> NoReturn:
+    """Raises Busy. `hurries`: if a snapshot of one of the ranks is only being copied, that is to end soon."""
+    if hurries and await hurry(cluster, [(one.node, one.rank.moving) for one in moving]):
+        raise Busy(
+            f"{why}: a copy of its snapshot is being sent",
+            remedy="retry in a moment; the copy is sent without `copy_limit` now",
+            where=Where.SOURCE_RUNNING,
+        )
+    raise Busy(why, where=Where.UNKNOWN)
 
 
 def _ambiguous(rank: int | str, jobs: list[tuple[str, int]]) -> Ambiguous:

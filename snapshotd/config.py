@@ -25,6 +25,7 @@ from snapshotd.api.errors import BadConfig
 from snapshotd.criu.find import find_criu
 from snapshotd.health.settings import Settings
 from snapshotd.proc.host import is_ram_backed
+from snapshotd.transport.pace import Limit
 from snapshotd.transport.routes import MAX_ROUTES
 
 DEFAULT_PATH = Path("/etc/snapshotd/snapshotd.toml")
@@ -71,6 +72,12 @@ def _directory_or_empty(text: str) -> str:
     if text and not os.path.isdir(_absolute(text)):
         raise ValueError(f"{_absolute(text)} is not a directory")
     return _absolute(text) if text else ""
+
+
+def _limit(text: str) -> str:
+    if text:
+        Limit.parse(text)
+    return text
 
 
 _ADDRESS = toml_file.text('an address like "10.0.0.1:7070"', _address)
@@ -166,6 +173,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     hand_over_device_memory: Annotated[bool, Meta(description="true or false")] = True
     # Whether large memory of a rank that leaves is read by several threads beside criu: not finished, see docs/operations.md.
     send_beside_criu: Annotated[bool, Meta(description="true or false")] = False
+    # How fast copies of snapshots leave this node while their jobs run; empty: no limit.
+    copy_limit: Annotated[str, toml_file.text('a speed like "2GB/s", or a part of the link like "30%"', _limit)] = ""
     # Whether jobs whose lowest rank is here can be snapshotted and rolled back: not finished, see docs/limits.md.
     job_snapshots: Annotated[bool, Meta(description="true or false")] = False
     device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"

@@ -96,7 +96,7 @@ class Driver:
         """One attempt. Ctrl-C after its end changes nothing about the result; it only ends the collection of spans."""
         ended: MoveResult | None = None
         try:
-            async with self._run(options) as run:
+            async with self._run(options, hurries=True) as run:
                 try:
                     with self.trace.attempt(run.move) if self.trace is not None else contextlib.nullcontext():
                         ended = await self._walk(run)
@@ -121,9 +121,10 @@ class Driver:
                     walk.interrupt(work)
 
     @contextlib.asynccontextmanager
-    async def _run(self, options: MoveOptions) -> AsyncIterator[Run]:
+    async def _run(self, options: MoveOptions, *, hurries: bool = False) -> AsyncIterator[Run]:
         find_node(self.cluster, options.to)
-        found = await find_rank(self.cluster, options.rank, options.job, options.user_id, options.source)
+        asked = (options.rank, options.job, options.user_id, options.source)
+        found = await find_rank(self.cluster, *asked, hurries=hurries)
         if found.node == options.to:
             raise Refused(f"rank {options.rank} is already on {options.to}", remedy="choose another node with --to")
         async with self.cluster.client(found.node) as source, self.cluster.client(options.to) as target:

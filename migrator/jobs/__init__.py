@@ -29,7 +29,7 @@ async def suspend(cluster: Cluster, options: JobOptions, on_event: Callable[[Eve
     """Suspends a job. If it is cancelled before COMMIT, all ranks go on; after COMMIT it is finished.
 
     Raises only for what is wrong before a daemon was asked to change anything. Every later failure is in the result."""
-    found, warnings = await find_running(cluster, options.job, options.user_id)
+    found, warnings = await find_running(cluster, options.job, options.user_id, hurries=True)
     must_be_same(options, found)
     run = Suspension(cluster, options, found, await _coordinator(cluster, found), on_event)
     run.warnings += warnings

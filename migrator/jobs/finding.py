@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from migrator import users
 from migrator.cluster import Cluster
 from migrator.fan_out import ASK_TIMEOUT_S, ask_all
-from migrator.find_rank import Found, all_ranks
+from migrator.find_rank import Found, all_ranks, refuse_busy
 from migrator.job_results import JobOptions
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient, UnknownMethod
-from snapshotd.api.errors import Ambiguous, Busy, NotFound, SnapshotError, Unreachable, Where, WrongState
+from snapshotd.api.errors import Ambiguous, NotFound, SnapshotError, Unreachable, Where, WrongState
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,11 @@ class JobEntry:
         return record.kind == "snapshot" and counts
 
 
-async def find_running(cluster: Cluster, job: str, user_id: int | None) -> tuple[list[Found], list[str]]:
+async def find_running(
+    cluster: Cluster, job: str, user_id: int | None, *, hurries: bool = False
+) -> tuple[list[Found], list[str]]:
     """All ranks of a job, by their numbers, and warnings. Raises unless each of them runs on a node that answers.
+    `hurries`: if a snapshot is being copied, that is to end soon.
 
     A node that does not answer and seems to have no rank of the job does not matter: no number is missing. A rank there that
     others are connected with is noticed later, because its end of the connections is."""
@@ -73,8 +76,9 @@ async def find_running(cluster: Cluster, job: str, user_id: int | None) -> tuple
             f"rank {gone[0].rank.rank} of job {job} should be on {gone[0].rank.at_node}, which does not have it",
             where=Where.UNKNOWN,
         )
-    if moving := [entry.rank for entry in running if entry.rank.moving]:
-        raise Busy(f"rank {moving[0].rank} is being moved ({moving[0].moving})", where=Where.UNKNOWN)
+    if moving := [entry for entry in running if entry.rank.moving]:
+        why = f"rank {moving[0].rank.rank} is being moved ({moving[0].rank.moving})"
+        await refuse_busy(cluster, moving, why, hurries=hurries)
     if claimed := [entry for entry in running if here[entry.rank.uid] is not entry]:
         uid = claimed[0].rank.uid
         raise Ambiguous(

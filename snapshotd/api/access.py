@@ -48,6 +48,7 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Source/GetImage": _OPERATOR,
     "/snapshotd.v1.Source/Send": _OPERATOR,
     "/snapshotd.v1.Source/DropImage": _BOTH,
+    "/snapshotd.v1.Source/Hurry": _OPERATOR,
     "/snapshotd.v1.Target/Examine": _OPERATOR,
     "/snapshotd.v1.Target/Prepare": _OPERATOR,
     "/snapshotd.v1.Target/Push": _NODE,

@@ -263,6 +263,7 @@ class SourceCalls:
         self.GetImage = Unary(link, path + "GetImage", pb.MoveRequest, pb.StoredImage)
         self.Send = ServerStream(link, path + "Send", pb.SendRequest, pb.Progress)
         self.DropImage = Unary(link, path + "DropImage", pb.DropImageRequest, pb.DropImageReply)
+        self.Hurry = Unary(link, path + "Hurry", pb.MoveRequest, pb.HurryReply)
 
 
 class TargetCalls:

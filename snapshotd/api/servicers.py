@@ -217,6 +217,9 @@ class SourceServicer:
             request.image, request.reason, by_node, given_up=request.given_up, ended=request.ended
         )
 
+    async def Hurry(self, request: pb.MoveRequest, context: Context) -> pb.HurryReply:
+        return pb.HurryReply(copying=self.images.hurry(request.move))
+
 
 class TargetServicer:
     def __init__(self, steps: TargetSteps, describe: Describe) -> None:

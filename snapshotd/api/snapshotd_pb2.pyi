@@ -4228,6 +4228,28 @@ class DropImageRequest(_message.Message):
 Global___DropImageRequest: _TypeAlias = DropImageRequest  # noqa: Y015
 
 @_typing.final
+class HurryReply(_message.Message):
+    """Something waits for a snapshot of this rank to be copied: it is sent without the limit from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPYING_FIELD_NUMBER: _builtins.int
+    copying: _builtins.bool
+    """false: it is not being sent"""
+    def __init__(
+        self,
+        *,
+        copying: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copying", b"copying"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HurryReply: _TypeAlias = HurryReply  # noqa: Y015
+
+@_typing.final
 class DropImageReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -594,6 +594,11 @@ class SourceStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DropImageRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DropImageReply.FromString,
                 _registered_method=True)
+        self.Hurry = channel.unary_unary(
+                '/snapshotd.v1.Source/Hurry',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.HurryReply.FromString,
+                _registered_method=True)
 
 
 class SourceServicer:
@@ -718,6 +723,13 @@ class SourceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hurry(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SourceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -805,6 +817,11 @@ def add_SourceServicer_to_server(servicer, server):
                     servicer.DropImage,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DropImageRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DropImageReply.SerializeToString,
+            ),
+            'Hurry': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hurry,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.HurryReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1266,6 +1283,33 @@ class Source:
             '/snapshotd.v1.Source/DropImage',
             snapshotd_dot_api_dot_snapshotd__pb2.DropImageRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.DropImageReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hurry(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Source/Hurry',
+            snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.HurryReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -209,6 +209,8 @@ class SourceStub:
     """operator"""
     DropImage: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.DropImageRequest, _snapshotd_pb2.DropImageReply]
     """operator, node"""
+    Hurry: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.HurryReply]
+    """operator"""
 
 @_typing.type_check_only
 class SourceAsyncStub(SourceStub):
@@ -247,6 +249,8 @@ class SourceAsyncStub(SourceStub):
     """operator"""
     DropImage: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.DropImageRequest, _snapshotd_pb2.DropImageReply]  # type: ignore[assignment]
     """operator, node"""
+    Hurry: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.HurryReply]  # type: ignore[assignment]
+    """operator"""
 
 class SourceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -384,6 +388,14 @@ class SourceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.DropImageReply, _abc.Awaitable[_snapshotd_pb2.DropImageReply]]:
         """operator, node"""
+
+    @_abc_1.abstractmethod
+    def Hurry(
+        self,
+        request: _snapshotd_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.HurryReply, _abc.Awaitable[_snapshotd_pb2.HurryReply]]:
+        """operator"""
 
 def add_SourceServicer_to_server(servicer: SourceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -16,6 +16,7 @@ from snapshotd.api.client import UnknownMethod
 from snapshotd.api.errors import SnapshotError, Usage, Where, WrongState
 from snapshotd.config import Config
 from snapshotd.diagnosis import interface, probes
+from snapshotd.diagnosis.copies import copy_limit
 from snapshotd.diagnosis.paths import Paths
 from snapshotd.diagnosis.resources import gpus, memory
 from snapshotd.moves.node import Node
@@ -73,16 +74,17 @@ class Diagnosis:
         config = self.node.config
         limit_s = min(request.limit_s, LONGEST_S) if request.limit_s > 0 else LIMIT_S
         async with self._one:
-            (findings, paths), routes, mtu, info = await asyncio.gather(
+            (findings, paths), routes, mtu, info, limit = await asyncio.gather(
                 local(config, list(request.paths[:MAX_PATHS]), limit_s * CHECKS_PART),
                 self._routes(request.peers[:MAX_PEERS], limit_s),
                 in_thread(interface.mtu_of, split_address(config.advertise)[0]),
                 describe(),
+                in_thread(copy_limit, config),
             )
         return pb.DiagnoseReply(
             findings=[
                 pb.Diagnosis(check=each.check, state=each.state, text=each.text, remedy=each.remedy)
-                for each in (*findings, *gpus(info), *memory(info))
+                for each in (*findings, *gpus(info), *memory(info), *limit)
             ],
             routes=routes,
             paths=paths,

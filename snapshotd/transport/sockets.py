@@ -14,6 +14,8 @@ CONNECT_S = 10.0
 _BUFFER_BYTES = 4 << 20
 _DRAIN_BYTES = 64 << 10
 _UNANSWERED_MS = 10_000
+_CS1 = 8 << 2  # a DSCP is the upper six bits
+_BULK = 2  # TC_PRIO_BULK of <linux/pkt_sched.h>
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33  # <asm-generic/socket.h>; Python has no names for them
 
 
@@ -34,6 +36,16 @@ def tune(endpoint: socket.socket) -> None:
         (socket.TCP_USER_TIMEOUT, _UNANSWERED_MS),
     ):
         endpoint.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def go_last(endpoint: socket.socket) -> None:
+    """What is sent here gives way to other traffic, as far as queues and switches look at it: DSCP CS1 ("scavenger"), and the
+    lowest band of this node's queue (pfifo_fast, prio)."""
+    if endpoint.family == socket.AF_INET6:
+        endpoint.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _CS1)
+    else:
+        endpoint.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _CS1)
+    endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK)  # after IP_TOS, which sets it too
 
 
 def fill(connection: socket.socket, view: memoryview, flags: int = 0) -> None:

@@ -55,6 +55,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     spans: pb.GetSpansReply = field(default_factory=pb.GetSpansReply)
     failures: dict[str, SnapshotError] = field(default_factory=dict)  # by method
     unknown: set[str] = field(default_factory=set)  # methods that an older daemon does not know
+    copying: set[str] = field(default_factory=set)  # moves of which the copy of a snapshot is being sent
     asked: list[tuple[str, Any]] = field(default_factory=list)
 
     def called(self, *methods: str) -> list[str]:
@@ -226,6 +227,10 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
 
     def Send(self, request: pb.SendRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
         raise NotImplementedError
+
+    def Hurry(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.HurryReply:
+        self._hear("Hurry", request, context)
+        return pb.HurryReply(copying=request.move in self.copying)
 
     def DropImage(self, request: pb.DropImageRequest, context: grpc.ServicerContext) -> pb.DropImageReply:
         raise NotImplementedError

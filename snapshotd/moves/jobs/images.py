@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 from snapshotd.api import snapshotd_pb2 as pb
@@ -22,16 +22,19 @@ from snapshotd.moves.description import ImageDescription
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.jobs import stored
 from snapshotd.moves.jobs.home_keepers import HomeKeepers
+from snapshotd.moves.jobs.pacing import Pacing
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.source.sink import TargetSink
 from snapshotd.moves.steps import step
+from snapshotd.net import link_speed
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.transport.image.sender import Sender
+from snapshotd.transport.image.stream import Stream
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ class StoredImages:
         self.node, self.home_keepers = node, home_keepers
         self._facts: dict[str, pb.RankFacts] = {}  # by move; they do not change
         self._sizes_bytes: dict[str, int] = {}  # … nor do these
+        self._pacing = Pacing()
 
     def adopt(self) -> None:
         """At start: drops what a crash left of images that were never whole, or were given up. A whole image of which the
@@ -103,14 +107,14 @@ class StoredImages:
         return pb.StoredImage(facts=await self._facts_of(move_log), rewires=rewires, bytes=size_bytes)
 
     async def send(self, request: pb.SendRequest) -> AsyncIterator[pb.Progress]:
-        """Sends an image to the target of a resumption; yields progress. The image stays."""
+        """Sends an image to the target of a resumption, or to a buddy; yields progress. The image stays."""
         check_move_id(request.move)
         parts = await self._saved(request.image)
         move_log = self._image(request.image)
         if len(request.nonce) < 16 or not request.target_node or not request.target_endpoint:
             raise Usage("an image is sent with the target's nonce, to a node and its endpoint")
         await reach(Point.BEFORE_SEND)
-        sending = _Sending(self.node, move_log, request)
+        sending = _Sending(self.node, move_log, request, self._pacing)
         task = asyncio.create_task(sending.run(), name=f"send {request.image}")
         try:
             while not task.done():
@@ -122,8 +126,12 @@ class StoredImages:
             await asyncio.gather(task, return_exceptions=True)
         await reach(Point.SEND)
         last = sending.progress(done=True)
-        last.parts.extend(parts)
+        last.parts.extend([*parts, *sending.waited])
         yield last
+
+    def hurry(self, image: str) -> bool:
+        """Something waits for the copy of this image: it is sent without a limit from now on. False: it is not being sent."""
+        return self._pacing.lift(check_move_id(image))
 
     async def _saved(self, image: str) -> list[pb.Part]:
         """Waits until the device memory of a snapshot is in its image. Raises GpuFailed if it never will be, and WrongState
@@ -215,8 +223,10 @@ class StoredImages:
 class _Sending:
     """One image on its way."""
 
-    def __init__(self, node: Node, move_log: MoveLog, request: pb.SendRequest) -> None:
-        self.node, self.log, self.request = node, move_log, request
+    def __init__(self, node: Node, move_log: MoveLog, request: pb.SendRequest, pacing: Pacing) -> None:
+        self.node, self.log, self.request, self.pacing = node, move_log, request, pacing
+        self.is_copy = not move_log.committed  # to a buddy, while the rank runs; else to resume the job
+        self.waited: list[pb.Part] = []  # for the limit of copies
         self.folder = node.store_of(move_log.begin).path(move_log.move)
         self.sender: Sender | None = None
         self.expected_bytes = 0
@@ -234,23 +244,37 @@ class _Sending:
 
     async def run(self) -> None:
         request = self.request
-        sink = TargetSink(self.node, self._begin())
+        sink = TargetSink(self.node, self._begin(), go_last=self.is_copy)
         files = await in_thread(stored.verified, self.folder, self.log)
         if request.target_node == self.node.config.node:
             files = await in_thread(self._link_stripes, files)
         self.expected_bytes = await in_thread(_size_bytes, files)
         offers, chunk_bytes = request.offer_blocks, self.node.config.chunk_bytes
-        async with sink.streams() as streams, Sender(streams, chunk_bytes, offers=offers) as self.sender:
+        async with self._streams(sink) as streams, Sender(streams, chunk_bytes, offers=offers) as self.sender:
             for path in files:
                 await self.sender.put_file(path.name, path)
             sent = await self.sender.finish()
-        if self.log.ended_unix_s:  # else it goes to a buddy
+        if self.log.ended_unix_s:
             # Before the target can answer that its copy runs: this node confirms then that the rank is there.
             node, endpoint = request.target_node, request.target_endpoint
             await in_thread(self.log.mark, Mark.SETTLED, resumed_node=node, resumed_endpoint=endpoint)
         if damaged := await sink.seal(sent):
             raise Damaged(f"these images arrived damaged: {', '.join(damaged)}", where=Where.UNKNOWN)
         log.info("sent the image of rank %s to %s", self.log.begin.rank_uid, request.target_node)
+
+    @contextlib.asynccontextmanager
+    async def _streams(self, sink: TargetSink) -> AsyncIterator[Sequence[Stream]]:
+        """Those of a copy keep to the limit."""
+        if not self.is_copy:
+            async with sink.streams() as streams:
+                yield streams
+            return
+        links = await in_thread(link_speed.links) if self.node.config.copy_limit else {}
+        with self.pacing.copy(self.log.move) as copy:
+            async with sink.streams() as streams:
+                yield self.pacing.limited(copy, streams, self.node.config, links)
+            if copy.waited_s:
+                self.waited = [pb.Part(name="limit", seconds=copy.waited_s)]
 
     def _link_stripes(self, files: list[Path]) -> list[Path]:
         """The target is this node: it gets device memory of a snapshot without a copy, and does not write to it. Returns the

@@ -44,11 +44,11 @@ async def opened_beside(streams: AbstractAsyncContextManager[Sequence[Stream]]) 
 
 
 @asynccontextmanager
-async def streams_to_target(node: Node, begin: Begin) -> AsyncIterator[Sequence[Stream]]:
-    """Streams for the images of a frozen rank; the sender closes them."""
+async def streams_to_target(node: Node, begin: Begin, *, go_last: bool = False) -> AsyncIterator[Sequence[Stream]]:
+    """Streams for the images of a rank; the sender closes them. `go_last`: the rank runs, and its own traffic goes first."""
     config = node.config
     with span("open channel"):
-        beside = await _beside_grpc(node, begin)
+        beside = await _beside_grpc(node, begin, go_last=go_last)
     if beside:
         yield beside
         return
@@ -60,7 +60,7 @@ async def streams_to_target(node: Node, begin: Begin) -> AsyncIterator[Sequence[
             await channel.close()
 
 
-async def _beside_grpc(node: Node, begin: Begin) -> Sequence[Stream]:
+async def _beside_grpc(node: Node, begin: Begin, *, go_last: bool) -> Sequence[Stream]:
     """Streams of the bulk connection; none if it cannot be opened or reached. Raises errors that concern the move itself."""
     config = node.config
     try:
@@ -78,7 +78,9 @@ async def _beside_grpc(node: Node, begin: Begin) -> Sequence[Stream]:
         error.where = Where.SOURCE_FROZEN
         raise
     try:
-        return await open_streams(routes, channel.key, config.credentials, begin.target_node, config.streams)
+        return await open_streams(
+            routes, channel.key, config.credentials, begin.target_node, config.streams, go_last=go_last
+        )
     except Unreachable as error:
         log.warning("gRPC carries the images: the bulk connection cannot be established: %s", error.message)
         return []

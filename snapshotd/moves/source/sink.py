@@ -34,13 +34,13 @@ def sink_of(node: Node, move_log: MoveLog, facts: pb.RankFacts) -> Sink:
 
 
 class TargetSink:
-    """The target of a move."""
+    """The target of a move, or the buddy that gets a copy while the rank runs (`go_last`)."""
 
-    def __init__(self, node: Node, begin: Begin) -> None:
-        self.node, self.begin = node, begin
+    def __init__(self, node: Node, begin: Begin, *, go_last: bool = False) -> None:
+        self.node, self.begin, self.go_last = node, begin, go_last
 
     def streams(self) -> AbstractAsyncContextManager[Sequence[Stream]]:
-        return streams_to_target(self.node, self.begin)
+        return streams_to_target(self.node, self.begin, go_last=self.go_last)
 
     async def seal(self, files: Sequence[pb.ImageFile]) -> Sequence[str]:
         begin = self.begin

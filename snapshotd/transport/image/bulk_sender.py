@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import Damaged, Internal, SnapshotError, Unreachable
 from snapshotd.runtime.blocking import in_thread
-from snapshotd.transport import handshake
+from snapshotd.transport import handshake, sockets
 from snapshotd.transport.image.frame import Answer, Frame, parse_answer
 from snapshotd.transport.image.messages import next_bytes, send_end, send_frame
 from snapshotd.transport.keys import Keys
@@ -32,10 +32,10 @@ _MAX_ANSWER_BYTES = 64 << 10
 
 
 async def open_streams(
-    routes: Sequence[Route], key: bytes, credentials: Credentials, node: str, streams: int
+    routes: Sequence[Route], key: bytes, credentials: Credentials, node: str, streams: int, *, go_last: bool = False
 ) -> list[BulkStream]:
     """Connections to the ports that the target has opened. Unreachable if one has no route that works: the caller then uses
-    gRPC.
+    gRPC. `go_last`: other traffic goes first.
 
     Raises what the target answers if it refuses one."""
     context = await in_thread(handshake.tls_context, credentials, server_side=False)
@@ -50,6 +50,9 @@ async def open_streams(
         if not isinstance(failures[0], OSError):
             raise failures[0]
         raise Unreachable(f"node {node} at {routes[0]}: {failures[0]}") from failures[0]
+    if go_last:
+        for connection, _ in opened:
+            sockets.go_last(connection)
     return [BulkStream(connection, keys) for connection, keys in opened]
 
 
@@ -74,6 +77,7 @@ class BulkStream:
     strong = False
 
     def __init__(self, connection: socket.socket, keys: Keys) -> None:
+        self.own_address: str = connection.getsockname()[0]
         self._connection = SealedConnection(connection, keys)
         self._loop = asyncio.get_running_loop()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
