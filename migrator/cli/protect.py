@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from migrator import formatting
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from migrator.jobs.protect import Protection
 
 TRIES = 3
+#: Defaults of the options. A home keeper passes its environment on to the protection that it starts.
+MAX_PAUSE, UNLESS_FILE = "MIGRATOR_MAX_PAUSE", "MIGRATOR_UNLESS_FILE"
 #: Until the first snapshot of a job that was just started, which is still importing its libraries.
 FIRST_S = 30.0
 
@@ -58,13 +61,29 @@ def add(verbs: arguments.Verbs) -> None:
         metavar="N",
         help="number of rollbacks to the same snapshot before a failure is passed on (default: %(default)s)",
     )
-
+    parser.add_argument(
+        "--max-pause",
+        type=arguments.positive_seconds,
+        default=os.environ.get(MAX_PAUSE),
+        metavar="S",
+        help="put a snapshot off if it would pause the job for longer, judged by the last one and the job's memory; the"
+        f" first one is taken (default: ${MAX_PAUSE}, else no limit)",
+    )
+    parser.add_argument(
+        "--unless-file",
+        type=lambda text: Path(text).absolute(),
+        default=os.environ.get(UNLESS_FILE),
+        metavar="PATH",
+        help="take no snapshot while this file exists: the job creates it while it initialises or evaluates"
+        f" (default: ${UNLESS_FILE})",
+    )
     job.add_replayed_output(parser)
     parser.add_argument("--for-keeper", type=_keeper, help=argparse.SUPPRESS)  # from `migrator run --protect`
 
 
 def _protect(options: argparse.Namespace) -> int:
-    from migrator.jobs.protect import Protection  # after `enter`: it loads gRPC
+    from migrator.jobs.postponing import Postponing  # after `enter`: it loads gRPC
+    from migrator.jobs.protect import Protection
 
     cluster = arguments.the_cluster(options)
     asked = JobOptions(options.job, options.user, replayed_output=options.replayed_output)
@@ -72,7 +91,10 @@ def _protect(options: argparse.Namespace) -> int:
     say = _say_beside_rank if keeper else _say
     first_s = min(options.every or FIRST_S, FIRST_S) if keeper else 0.0
     protection = Protection(
-        *(cluster, asked, options.every, options.tries, say, options.mtbf * 3600), stands_by=rank > 0, first_s=first_s
+        *(cluster, asked, options.every, options.tries, say, options.mtbf * 3600),
+        stands_by=rank > 0,
+        first_s=first_s,
+        postponing=Postponing(options.unless_file, options.max_pause),
     )
     return asyncio.run(_until_keeper_ends(protection, keeper) if keeper else protection.run())
 

@@ -20,6 +20,7 @@ from migrator.job_protocol import JobVerdict
 from migrator.job_results import JobOptions
 from migrator.jobs import interval
 from migrator.jobs.finding import all_jobs, mine_of
+from migrator.jobs.postponing import Postponing
 from migrator.jobs.recall import recall
 from migrator.jobs.tries import Tries
 from migrator.rollbacks import all_rollbacks, described
@@ -118,6 +119,7 @@ class Protection:
         *,
         stands_by: bool = False,
         first_s: float = 0.0,
+        postponing: Postponing | None = None,
     ) -> None:
         """`every_s` None: what costs least for the measured pause and `node_mtbf_s`, the time between failures of a node.
         `stands_by`: another one, beside the home keeper of rank 0, protects the job as long as that keeper's node answers.
@@ -125,6 +127,7 @@ class Protection:
         self.cluster, self.options, self.every_s, self.say = cluster, options, every_s, say
         self.node_mtbf_s = node_mtbf_s
         self.stands_by, self.first_s = stands_by, first_s
+        self.postponing = postponing or Postponing()
         self._said_no = ""  # why there is no snapshot
         self.said_s = 0.0  # the interval that was announced last
         self.sight = Sight()
@@ -168,7 +171,7 @@ class Protection:
                 if self.suspended:
                     self.say("the job was resumed, and is protected again from its next snapshot on")
                     self.suspended = False
-                pause_s = await self._take_unless_lost()
+                pause_s = await self._take_or_postpone(mine)
                 next_s = time.monotonic() + (AGAIN_S if pause_s is None else self._until_next(mine, pause_s))
             await asyncio.sleep(LOOK_S)
 
@@ -227,6 +230,16 @@ class Protection:
             self.say(str(found))
             self.said_s = found.every_s
         return found.every_s
+
+    async def _take_or_postpone(self, ranks: Sequence[Found]) -> float | None:
+        """Takes a snapshot, if nothing is against it; how long it paused the job."""
+        if why := self.postponing.why(ranks):
+            self._no_snapshot(why)
+            return None
+        pause_s = await self._take_unless_lost()
+        if pause_s is not None:
+            self.postponing.measured(pause_s, ranks)
+        return pause_s
 
     async def _take_unless_lost(self) -> float | None:
         """Takes a snapshot, and gives it up as soon as the job must be rolled back; how long it paused the job."""

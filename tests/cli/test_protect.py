@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from migrator.cli import protect as cli
 from migrator.find_rank import Found
 from migrator.job_results import JobOptions
 from migrator.jobs import protect
 from migrator.jobs.finding import JobEntry
 from migrator.jobs.homes import check_after_loss, was_rebooted
 from migrator.jobs.interval import best
+from migrator.jobs.postponing import Postponing
 from migrator.jobs.protect import LOST_S, Protection, Sight, failure, is_suspended
 from migrator.jobs.recall import Recalled, recall
 from migrator.jobs.tries import Tries
 from snapshotd.api import snapshotd_pb2 as pb
+from tests.cli.conftest import FakeCluster, Migrator
 
 
 def rank(number: int, node: str, place: pb.Rank.Place.ValueType = pb.Rank.HERE, failed: int | None = None) -> Found:
@@ -244,6 +248,57 @@ async def test_snapshot_of_a_job_that_is_well_is_taken(monkeypatch: pytest.Monke
     await scene.seen(3)
     scene.taken.set()
     assert await taking == 1.5
+
+
+async def test_snapshot_waits_while_the_file_of_the_job_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scene, file, said = Scene(monkeypatch), tmp_path / "evaluating", list[str]()
+    scene.postponing, scene.say = Postponing(file), said.append
+    scene.taken.set()
+    file.touch()
+    assert await scene._take_or_postpone(scene.ranks) is None
+    assert await scene._take_or_postpone(scene.ranks) is None
+    assert said == [f"no snapshot was taken: {file} exists"]
+    file.unlink()
+    assert await scene._take_or_postpone(scene.ranks) == 1.5
+
+
+async def test_snapshot_that_would_pause_the_job_for_too_long_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, said = Scene(monkeypatch), list[str]()
+    scene.postponing, scene.say = Postponing(max_pause_s=2.0), said.append
+    scene.taken.set()
+    for one in scene.ranks:
+        one.rank.memory_bytes, one.rank.device_bytes = 100, 50
+    assert await scene._take_or_postpone(scene.ranks) == 1.5, "the first one, and its pause is measured"
+    scene.ranks[1].rank.device_bytes = 100
+    assert await scene._take_or_postpone(scene.ranks) == 1.5, "2 s are expected"
+    scene.ranks[1].rank.device_bytes = 200  # 1.5 s were measured with 200 bytes
+    assert await scene._take_or_postpone(scene.ranks) is None
+    assert "about 2.2 s, and --max-pause is 2 s" in said[-1]
+    scene.ranks[1].rank.device_bytes = 0
+    assert await scene._take_or_postpone(scene.ranks) == 1.5
+
+
+def test_options_of_the_protection_have_defaults_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, migrator: Migrator, cluster: FakeCluster
+) -> None:
+    found: list[Postponing] = []
+
+    class Seen(Protection):
+        async def run(self) -> int:
+            found.append(self.postponing)
+            return 0
+
+    monkeypatch.setattr(protect, "Protection", Seen)
+    assert migrator("protect", "night").code == 0
+    monkeypatch.setenv(cli.MAX_PAUSE, "2.5")
+    monkeypatch.setenv(cli.UNLESS_FILE, "/shared/evaluating")
+    assert migrator("protect", "night").code == 0
+    assert migrator("protect", "night", "--max-pause", "1").code == 0
+    shared = Path("/shared/evaluating")
+    assert found == [Postponing(), Postponing(shared, 2.5), Postponing(shared, 1.0)]
+    monkeypatch.setenv(cli.MAX_PAUSE, "soon")
+    assert migrator("protect", "night").code == 2
+    assert len(found) == 3
 
 
 def test_time_for_which_the_job_was_down_begins_when_it_was_last_seen_well() -> None:
