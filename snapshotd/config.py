@@ -175,6 +175,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     send_beside_criu: Annotated[bool, Meta(description="true or false")] = False
     # How fast copies of snapshots leave this node while their jobs run; empty: no limit.
     copy_limit: Annotated[str, toml_file.text('a speed like "2GB/s", or a part of the link like "30%"', _limit)] = ""
+    # Whether the memory of a rank that is snapshotted is copied while the rank goes on, from a process that shares it.
+    snapshot_copy_on_write: Annotated[bool, Meta(description="true or false")] = True
     # Whether jobs whose lowest rank is here can be snapshotted and rolled back: not finished, see docs/limits.md.
     job_snapshots: Annotated[bool, Meta(description="true or false")] = False
     device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"

@@ -52,8 +52,20 @@ sys.stdin.read()
 #: Too little for a copy beside what must stay free, and enough to replace a block of any size.
 LEFT_BYTES = int((float(LARGE_GIB) + 4) * GIB)
 PARTS = (
-    *("park", "lock", "unlock", "offload", "relock", "checkpoint", "criu-dump", "copy-out", "give-back", "save"),
-    *("criu-restore", "cuda-restore", "refill"),
+    *(
+        "park",
+        "lock",
+        "unlock",
+        "offload",
+        "relock",
+        "checkpoint",
+        "twin",
+        "criu-dump",
+        "copy-out",
+        "give-back",
+        "save",
+    ),
+    *("save-host", "criu-restore", "cuda-restore", "refill"),
 )
 
 

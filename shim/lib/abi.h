@@ -66,6 +66,10 @@ enum snapshim_command {
 	/* Finding written pages. An older library knows neither. */
 	SNAPSHIM_TRACK_OPEN = 48, /* result[0]: a userfaultfd of this process, until TRACK_CLOSE, at most some seconds */
 	SNAPSHIM_TRACK_CLOSE = 49, /* the daemon has taken its copy. Idempotent */
+
+	/* Makes a process that has this one's memory as it is now, and does nothing. argument[1]: milliseconds after which it
+	 * ends by itself; result[0]: its pid. An older library does not know it */
+	SNAPSHIM_TWIN = 50,
 };
 
 /* With each descriptor comes one of these. HAND_OVER sends a last one without a descriptor. */

@@ -41,6 +41,7 @@ class Command(enum.IntEnum):
     MEMORY_OWN = 42
     TRACK_OPEN = 48
     TRACK_CLOSE = 49
+    TWIN = 50
 
 
 class Offset(enum.IntEnum):

@@ -114,6 +114,20 @@ class Mailbox(mailbox.Connection):
         if answer.status:
             raise self._failure("its threads did not go on", answer)
 
+    def twin(self, timeout_s: float, life_s: float) -> int:
+        """Makes a process that has this one's memory as it is now, does nothing, and ends by itself after `life_s`. Returns
+        its pid in this process's pid namespace."""
+        try:
+            answer = self.ask(Command.TWIN, timeout_s, round(life_s * 1000))
+        except Timeout:
+            # The process may still take the request when it is continued; it must find another one there, without effect.
+            with contextlib.suppress(SnapshotError, OSError):
+                self.post(Command.TRACK_CLOSE, timeout_s)
+            raise
+        if answer.status:
+            raise self._failure("no copy of it can be made", answer)
+        return answer.first
+
     def empty_cache(self, timeout_s: float) -> int | None:
         """Releases torch's unused device memory, at the interpreter's safe point. Returns the bytes, or None if skipped."""
         try:

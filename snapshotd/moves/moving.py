@@ -13,6 +13,7 @@ from snapshotd.moves.closed_files import Ahead, Scope
 from snapshotd.moves.device.offload import Offload
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.precopied import Precopied, Precopy
+from snapshotd.moves.source.twin_memory import TwinMemory
 from snapshotd.proc import host
 
 
@@ -35,6 +36,7 @@ class Moving:
         None  # source: closed files that were sent while the rank runs; None: nothing was looked at yet
     )
     precopy: Precopy | None = None  # source: memory that was sent while the rank runs; None: nothing was begun yet
+    twins: TwinMemory | None = None  # source of a snapshot: memory that is copied while the rank goes on
     precopied: Precopied | None = None  # source: what of it counts, since the freeze
     undoing: bool = False  # source: Abort was asked for, and waits for a step
     scope: Scope | None = None  # source: which closed files are the rank's, as preflight saw it
@@ -68,7 +70,7 @@ class Moving:
     def forget(self) -> None:
         """Drops what only an open move needs, for calls that still have this one."""
         self.offload = self.ahead = self.scope = self.settling = self.streaming = None
-        self.precopy = self.precopied = None
+        self.precopy = self.precopied = self.twins = None
         self.facts, self.nodes = pb.RankFacts(), []
 
     def wake(self) -> None:

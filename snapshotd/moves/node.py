@@ -16,7 +16,7 @@ from snapshotd.moves.carry import Carry
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.record import Begin
 from snapshotd.moves.reserve import Reserve
-from snapshotd.moves.saved import Saved
+from snapshotd.moves.saved import Late, Saved
 from snapshotd.proc.room import Room
 from snapshotd.transport.image.store import ImageStore
 
@@ -43,9 +43,9 @@ class Node:
     gpu_copies: dict[str, tuple[str, int]] = field(
         default_factory=dict
     )  # by move: GPU and bytes of a snapshot's copy there
-    saving: dict[str, asyncio.Task[Saved]] = field(
+    saving: dict[tuple[str, Late], asyncio.Task[Saved]] = field(
         default_factory=dict
-    )  # by move: its device memory goes into the image
+    )  # by move: memory of its rank goes into the image
 
     def client(self, name: str, endpoint: str) -> DaemonClient:
         """A client of another daemon, with this node's own certificate. Use it as a context manager."""

@@ -153,7 +153,8 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     taken_back: str = ""  # why a resumption that was committed is ended: a copy died before it ran
 
     # source of a snapshot
-    continued: bool = False  # the image is complete, and the rank goes on
+    continued: bool = False  # the image is complete but for `late`, and the rank goes on
+    late: list[tuple[str, int]] = []  # files of the image that are complete later, and their bytes
 
     # target of a resumption
     from_node: str = ""  # where the rank was when its image was made
@@ -246,6 +247,7 @@ class Fields(TypedDict, total=False):
     gated: bool
     taken_back: str
     continued: bool
+    late: list[tuple[str, int]]
     from_node: str
     ended_before: str
     tethered: bool

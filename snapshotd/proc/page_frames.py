@@ -19,7 +19,7 @@ import operator
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 from snapshotd.criu import page_ranges
@@ -37,6 +37,9 @@ _STATE = bytes(byte & 0x80 for byte in range(256))
 #: The entries of pages that are not in memory, by their last bytes; runs of pages that are the same in both.
 _ABSENT = re.compile(rb"\0+")
 _SAME = re.compile(rb"\x01+")
+
+#: Pages that are compared at once.
+_BLOCK_PAGES = 128
 
 #: struct pm_scan_arg and struct page_region of linux/fs.h
 _SCAN = struct.Struct("=12Q")
@@ -125,6 +128,39 @@ def private_mappings(text: bytes, *, plain: bool = False) -> list[Range]:
         and (not plain or (inode == b"0" and rights.startswith(b"r") and b"x" not in rights))
     ]
     return page_ranges.joined(found)
+
+
+def unchanged(ranges: Ranges, first: bytearray, *others: bytearray) -> list[Range]:
+    """The pages of these ranges that are in memory, and have the same frame in all of these readings of them. Raises
+    NotSupported if the frame numbers are hidden."""
+    numbers = memoryview(first).cast("Q")
+    shown = numbers[:_BLOCK_PAGES].tolist()
+    if shown and (_PRESENT in shown or not any(shown)):
+        raise NotSupported("the kernel does not show the numbers of page frames (CAP_SYS_ADMIN)")
+    found: list[Range] = []
+    at = 0
+    for start, end in ranges:
+        count = (end - start) // PAGE_BYTES
+        before = start - at * PAGE_BYTES
+        for block in range(at, at + count, _BLOCK_PAGES):
+            runs = _same_in_all((first, *others), block, min(block + _BLOCK_PAGES, at + count))
+            found += [(before + one * PAGE_BYTES, before + two * PAGE_BYTES) for one, two in runs]
+        at += count
+    return page_ranges.joined(found)
+
+
+def _same_in_all(readings: Sequence[bytearray], begin: int, end: int) -> list[tuple[int, int]]:
+    """The runs among these pages that are in memory, and the same in all. Mostly all are: that is seen without a look at
+    each."""
+    own, *theirs = (reading[begin * _ENTRY_BYTES : end * _ENTRY_BYTES] for reading in readings)
+    present = own[7::_ENTRY_BYTES]
+    if all(one == own for one in theirs) and 0 not in present:
+        return [(begin, end)]
+    same = bytearray(map(bool, present))
+    for one in theirs:
+        alike = map(operator.eq, memoryview(own).cast("Q").tolist(), memoryview(one).cast("Q").tolist())
+        same = bytearray(map(operator.and_, same, alike))
+    return [(begin + run.start(), begin + run.end()) for run in _SAME.finditer(same)]
 
 
 class Frames:

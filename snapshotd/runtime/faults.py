@@ -31,6 +31,7 @@ class Point(StrEnum):
     LOCKED = "locked"  # the GPU's work is drained as well
     OFFLOADED = "memory-offloaded"  # the shim has offloaded its part into stripes; the rest is on the GPU, unlocked
     CHECKPOINTED = "checkpointed"  # all device memory is in host memory; no process is stopped yet
+    TWINNED = "twinned"  # twins of a rank that is snapshotted were made; no process is stopped yet
     STOPPED = "stopped"  # SIGSTOP sent, cgroup not yet frozen
     FREEZE = "freeze"
     BEFORE_DUMP = "before-dump"
@@ -89,6 +90,8 @@ class Point(StrEnum):
     )
     SAVING = "memory-saving"  # it goes on, and its device memory is not in the image yet
     SAVED = "memory-saved"
+    COPYING = "host-memory-copying"  # it goes on, and memory that its twins have is not in the image yet
+    COPIED = "host-memory-copied"  # all of it was copied, and does not count yet
     BEFORE_ROLLBACK = "before-rollback"  # the coordinator of a rollback
     ROLLBACK = "rollback"
     ROLLED_BACK = "rolled-back"  # no process of the former incarnation runs any more

@@ -22,6 +22,7 @@ from snapshotd.moves.journal import Journal
 from snapshotd.moves.record import Begin
 from snapshotd.moves.record_parts import OffloadedMemory
 from snapshotd.moves.rules import Mark
+from snapshotd.moves.saved import Late
 from snapshotd.proc import host
 from snapshotd.proc.room import Room
 from snapshotd.transport.image.store import ImageStore
@@ -124,7 +125,7 @@ class Rank:
         self.store.seal(MOVE, [])
         assert not self.whole()
         self.into.save_soon()
-        return (await self.node.saving[MOVE]).failure  # type: ignore[no-any-return]
+        return (await self.node.saving[MOVE, Late.DEVICE]).failure  # type: ignore[no-any-return]
 
     def whole(self) -> bool:
         return stored.is_whole(self.store, self.log)

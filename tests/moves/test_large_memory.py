@@ -18,7 +18,7 @@ from snapshotd.api.errors import RankGone, SnapshotError
 from snapshotd.criu import page_ranges
 from snapshotd.criu.below import Layer
 from snapshotd.criu.page_ranges import Range
-from snapshotd.moves.source import large_memory
+from snapshotd.moves.source import large_memory, process_memory
 from snapshotd.moves.source.large_memory import LEAST_BYTES, LEAST_RUN_BYTES, LargeMemory
 from snapshotd.proc.page_frames import PAGE_BYTES
 from snapshotd.transport.image.local_stream import LocalStream
@@ -40,7 +40,7 @@ def test_chunks_have_every_page_once_and_in_order(runs: list[tuple[int, int]], c
     for gap, length in runs:
         ranges.append(((at + gap) * PAGE_BYTES, (at + gap + length) * PAGE_BYTES))
         at += gap + length
-    chunks = list(large_memory.chunks(ranges, chunk_pages * PAGE_BYTES))
+    chunks = list(process_memory.chunks(ranges, chunk_pages * PAGE_BYTES))
     assert page_ranges.joined(part for _, parts in chunks for part in parts) == ranges
     expected = 0
     for offset, parts in chunks:
@@ -134,7 +134,7 @@ def test_memory_of_a_process_arrives_in_the_order_of_its_addresses(
     child: tuple[int, Memory, bytes], readers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid, memory, content = child
-    monkeypatch.setattr(large_memory, "_readers", lambda: readers)
+    monkeypatch.setattr(large_memory, "readers", lambda: readers)
     parts = [(0, 9 * PAGE_BYTES), (20 * PAGE_BYTES, 21 * PAGE_BYTES), (2 * CHUNK_BYTES, len(content) - PAGE_BYTES)]
     runs = [(memory.start + start, memory.start + end) for start, end in parts]
     found = sent(LargeMemory(pid, Layer(77, runs, rounds=[runs])), tmp_path)
@@ -165,6 +165,6 @@ def test_process_that_has_ended_when_all_was_read_fails_the_dump(
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         return len(view)
 
-    monkeypatch.setattr(large_memory, "_read_quickly", another_one)
+    monkeypatch.setattr(process_memory, "_read_quickly", another_one)
     with pytest.raises(RankGone, match=f"process {pid} has ended"):
         sent(LargeMemory(pid, Layer(77, runs, rounds=[runs])), tmp_path)

@@ -15,7 +15,7 @@ from snapshotd.moves.jobs.images import StoredImages, _Sending
 from snapshotd.moves.jobs.pacing import Pacing
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.record import Begin
-from snapshotd.moves.saved import Saved
+from snapshotd.moves.saved import Late, Saved
 from snapshotd.transport.image.store import ImageStore
 
 IMAGE, TARGET = "m-000000000001", "m-000000000002"
@@ -76,7 +76,7 @@ async def test_image_is_sent_when_its_device_memory_is_saved(place: Place) -> No
     async def save() -> Saved:
         return Saved(5, 0.5)
 
-    place.node.saving[IMAGE] = asyncio.create_task(save())
+    place.node.saving[IMAGE, Late.DEVICE] = asyncio.create_task(save())
     (part,) = await place.images()._saved(IMAGE)
     assert (part.name, part.bytes, part.seconds) == ("save", 5, 0.5)
     assert await place.images()._saved(IMAGE) == []
@@ -86,13 +86,13 @@ async def test_image_whose_device_memory_cannot_be_saved_is_not_sent(place: Plac
     async def save() -> Saved:
         return Saved(5, 0.5, "the copier was lost")
 
-    place.node.saving[IMAGE] = asyncio.create_task(save())
+    place.node.saving[IMAGE, Late.DEVICE] = asyncio.create_task(save())
     with pytest.raises(GpuFailed, match="the copier was lost"):
         await place.images()._saved(IMAGE)
 
 
 async def test_image_of_a_snapshot_that_is_given_up_is_not_sent(place: Place) -> None:
-    place.node.saving[IMAGE] = saving = asyncio.create_task(asyncio.sleep(600))
+    place.node.saving[IMAGE, Late.DEVICE] = saving = asyncio.create_task(asyncio.sleep(600))
     sending = asyncio.create_task(place.images()._saved(IMAGE))
     await asyncio.sleep(0)
     saving.cancel()

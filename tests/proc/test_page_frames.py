@@ -17,7 +17,7 @@ from snapshotd.criu.below import Layer
 from snapshotd.criu.page_ranges import Ranges
 from snapshotd.moves.source import fork_sharing
 from snapshotd.moves.source.fork_sharing import ForkSharing
-from snapshotd.proc.page_frames import PAGE_BYTES, Frames, NotSupported, PageFrames, private_mappings
+from snapshotd.proc.page_frames import PAGE_BYTES, Frames, NotSupported, PageFrames, private_mappings, unchanged
 from tests.kernel import needs_page_scans
 
 pytestmark = needs_page_scans
@@ -60,6 +60,32 @@ def test_only_wanted_pages_are_compared() -> None:
 def test_frames_that_the_kernel_hides_are_not_compared() -> None:
     with pytest.raises(NotSupported, match="CAP_SYS_ADMIN"):
         Frames([pages(0, 2)], entries(PRESENT, PRESENT), [pages(0, 2)])
+
+
+def test_only_pages_that_have_one_frame_in_all_readings_are_unchanged() -> None:
+    spans = [pages(10, 14), pages(20, 22)]
+    one = entries(PRESENT | 1, PRESENT | 2, PRESENT | 3, 4, PRESENT | 5, PRESENT | 6)
+    two = entries(PRESENT | 1, PRESENT | 9, PRESENT | 3, 4, PRESENT | 5, PRESENT | 6)
+    three = entries(PRESENT | 1, PRESENT | 2, PRESENT | 3, 4, PRESENT | 5, 6)
+    assert unchanged(spans, one, one) == [pages(10, 13), pages(20, 22)], "a page that is not in memory has no frame"
+    assert unchanged(spans, one, two) == [pages(10, 11), pages(12, 13), pages(20, 22)]
+    assert unchanged(spans, one, two, three) == [pages(10, 11), pages(12, 13), pages(20, 21)]
+    assert unchanged([], bytearray(), bytearray()) == []
+
+
+def test_unchanged_pages_of_many_blocks_are_one_range() -> None:
+    spans, numbers = [pages(7, 7 + 3000)], list(range(1, 3001))
+    whole = entries(*(PRESENT | number for number in numbers))
+    assert unchanged(spans, whole, whole) == spans
+    numbers[1700] = 9999
+    other = entries(*(PRESENT | number for number in numbers))
+    assert unchanged(spans, whole, other) == [pages(7, 1707), pages(1708, 3007)]
+
+
+def test_nothing_is_unchanged_if_the_kernel_hides_frames() -> None:
+    hidden = entries(PRESENT, PRESENT)
+    with pytest.raises(NotSupported, match="CAP_SYS_ADMIN"):
+        unchanged([pages(0, 2)], hidden, hidden)
 
 
 @pytest.mark.root

@@ -54,6 +54,8 @@ static int dispatch(uint32_t command, int64_t timeout_ns)
 	case SNAPSHIM_TRACK_OPEN:
 	case SNAPSHIM_TRACK_CLOSE:
 		return tracking_dispatch(command);
+	case SNAPSHIM_TWIN:
+		return twin(snapshim_mailbox.argument[1]);
 	default:
 		add_text("this library does not know command ");
 		add_number((long)command);

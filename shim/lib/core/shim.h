@@ -129,6 +129,9 @@ int tracking_dispatch(uint32_t command);
 int64_t tracking_wait_ns(void);
 bool tracking_forget(void);
 
+/* twin.c: SNAPSHIM_TWIN */
+int twin(uint64_t life_ms);
+
 /* nccl/real.c: whether the address is in NCCL's code. False until the job has called NCCL. */
 bool nccl_contains(const void *address);
 

@@ -25,7 +25,7 @@ from snapshotd.moves.device.stripe_room import StripeRoom
 from snapshotd.moves.device.striped import Striped
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
-from snapshotd.moves.saved import Saved
+from snapshotd.moves.saved import Late, Saved
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -162,7 +162,7 @@ class IntoImage:
         """Once: the rank goes on."""
         if self._saving is None:
             self._saving = asyncio.create_task(self._save(), name=f"save device memory of {self._log.move}")
-            self._node.saving[self._log.move] = self._saving
+            self._node.saving[self._log.move, Late.DEVICE] = self._saving
 
     async def _save(self) -> Saved:
         began, size = host.boottime_s(), sum(one.bytes for one in self._striped)
@@ -207,5 +207,5 @@ class IntoImage:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._node.saving.pop(self._log.move, None)
+        self._node.saving.pop((self._log.move, Late.DEVICE), None)
         self._no_room()

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Damaged, Denied, GpuFailed, NotFound, Usage, Where, WrongState
+from snapshotd.api.errors import Damaged, Denied, GpuFailed, NotFound, Undone, Usage, Where, WrongState
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.moves import description
 from snapshotd.moves.description import ImageDescription
@@ -27,6 +27,7 @@ from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark
+from snapshotd.moves.saved import Late
 from snapshotd.moves.source.sink import TargetSink
 from snapshotd.moves.steps import step
 from snapshotd.net import link_speed
@@ -134,20 +135,29 @@ class StoredImages:
         return self._pacing.lift(check_move_id(image))
 
     async def _saved(self, image: str) -> list[pb.Part]:
-        """Waits until the device memory of a snapshot is in its image. Raises GpuFailed if it never will be, and WrongState
-        if the snapshot is given up meanwhile."""
-        if (saving := self.node.saving.get(image)) is None:
-            return []
-        await asyncio.wait([saving])
-        self.node.saving.pop(image, None)
-        if saving.cancelled():
-            raise WrongState("the snapshot was given up", where=Where.UNTOUCHED)
-        saved = saving.result()
-        if saved.failure:
-            raise GpuFailed(
-                f"the device memory of the rank is not in the image: {saved.failure}", where=Where.UNTOUCHED
-            )
-        return [pb.Part(name="save", seconds=saved.seconds, bytes=saved.bytes)]
+        """Waits until all memory of a snapshot is in its image. Raises GpuFailed if its device memory never will be, Undone
+        if memory of the host never will be, and WrongState if the snapshot is given up meanwhile."""
+        parts = []
+        for late in Late:
+            if (saving := self.node.saving.get((image, late))) is None:
+                continue
+            await asyncio.wait([saving])
+            self.node.saving.pop((image, late), None)
+            if saving.cancelled():
+                raise WrongState("the snapshot was given up", where=Where.UNTOUCHED)
+            saved = saving.result()
+            if saved.failure and late is Late.DEVICE:
+                raise GpuFailed(
+                    f"the device memory of the rank is not in the image: {saved.failure}", where=Where.UNTOUCHED
+                )
+            if saved.failure:
+                raise Undone(
+                    f"memory of the rank is not in the image: {saved.failure}",
+                    remedy="the rank goes on; a plain retry is safe",
+                    where=Where.UNTOUCHED,
+                )
+            parts.append(pb.Part(name=late, seconds=saved.seconds, bytes=saved.bytes))
+        return parts
 
     @step
     async def drop(

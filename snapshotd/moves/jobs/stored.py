@@ -33,19 +33,17 @@ def describe(images: Path, move_log: MoveLog, facts: pb.RankFacts) -> None:
 
 
 def is_whole(store: ImageStore, move_log: MoveLog) -> bool:
-    """Whether the image is complete. The device memory of a snapshot gets into its folder while the rank goes on, each
-    stripe when it is complete."""
+    """Whether the image is complete. The device memory of a snapshot, and memory that a twin of the rank has, get into its
+    folder while the rank goes on, each file when it is complete."""
     if not store.sealed(move_log.move):
         return False
     if move_log.begin.kind != "snapshot" or move_log.ended_unix_s:
         return True
     folder = store.path(move_log.move)
-    stripes = [
-        (folder / name, size)
-        for one in move_log.record.offloaded
-        for name, size in zip(one.stripes, one.bytes, strict=True)
-    ]
-    return all(path.exists() and path.stat().st_size == size for path, size in stripes)
+    late = [
+        (name, size) for one in move_log.record.offloaded for name, size in zip(one.stripes, one.bytes, strict=True)
+    ] + move_log.record.late
+    return all((folder / name).exists() and (folder / name).stat().st_size == size for name, size in late)
 
 
 def write_facts(move_log: MoveLog, facts: pb.RankFacts) -> None:

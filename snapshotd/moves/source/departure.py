@@ -23,7 +23,7 @@ from snapshotd.moves.nccl.communicators import Communicators
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, new_connections, socket_options
 from snapshotd.moves.rules import Mark
-from snapshotd.moves.source import closed_files
+from snapshotd.moves.source import closed_files, twins
 from snapshotd.moves.source.dump import Dump
 from snapshotd.proc import host, tree
 from snapshotd.proc.cgroup import Cgroup
@@ -65,6 +65,10 @@ class Departure:
             await in_thread(moving.precopy.close)
         if moving.offload is not None:
             await moving.offload.close()
+        if moving.twins is not None:
+            await moving.twins.close()
+        elif move_log.begin.kind == "snapshot":
+            await in_thread(twins.end, self.node, move_log)
         if move_log.begin.coordinator:
             await in_thread(self.node.store_of(move_log.begin).drop, move_log.move)
         if move_log.known.continued:
@@ -82,6 +86,8 @@ class Departure:
         await in_thread(moving.log.mark, Mark.STREAMED, continued=True)
         if moving.offload is not None and moving.offload.into_image is not None:
             moving.offload.into_image.save_soon()
+        if moving.twins is not None:
+            moving.twins.save_soon()
         await reach(Point.CONTINUE)
 
     async def keep(self, moving: Moving) -> None:

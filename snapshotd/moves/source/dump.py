@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -39,12 +40,12 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.precopied import Precopied
 from snapshotd.moves.record_parts import OffloadedMemory
 from snapshotd.moves.rules import Mark
-from snapshotd.moves.source import closed_files, image_fifos, large_memory
+from snapshotd.moves.source import closed_files, image_fifos, large_memory, left_out
 from snapshotd.moves.source.channel import Opening, opened_beside
 from snapshotd.moves.source.describe import describe
-from snapshotd.moves.source.fork_sharing import ForkSharing
 from snapshotd.moves.source.large_memory import LargeMemory
 from snapshotd.moves.source.sink import sink_of
+from snapshotd.moves.source.twin_memory import TwinMemory
 from snapshotd.proc import cgroup, host, tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.runtime import metrics
@@ -74,9 +75,10 @@ class Dump:
         offload: Offload | None = None,
         ahead: Ahead | None = None,
         precopied: Precopied | None = None,
+        twins: TwinMemory | None = None,
     ) -> None:
         self.node, self.log, self.entry, self.facts, self.offload = node, move_log, entry, facts, offload
-        self.ahead, self.precopied = ahead, precopied or Precopied()
+        self.ahead, self.precopied, self.twins = ahead, precopied or Precopied(), twins
         self.sink = sink_of(node, move_log, facts)
         self.images = images_folder(node, move_log.move)
         self.began_s = host.boottime_s()
@@ -88,12 +90,14 @@ class Dump:
         self.user: User | None = None
         self.linked: list[links.Linked] = []  # files that criu will make links to
         self.layers: Sequence[below.Layer] = []  # pages that criu leaves out
-        self.large: list[LargeMemory] = []
+        self.large: Sequence[LargeMemory] = []
 
     def progress(self, *, last: bool = False) -> pb.Progress:
         sender = self.sender
+        beside_bytes = self.offload.sent_bytes if self.offload else 0
+        beside_bytes += sum(size for _, size in self.late) if last else 0
         return pb.Progress(
-            bytes_sent=(sender.bytes_sent if sender else 0) + (self.offload.sent_bytes if self.offload else 0),
+            bytes_sent=(sender.bytes_sent if sender else 0) + beside_bytes,
             bytes_zero=sender.bytes_zero if sender else 0,
             chunks_resent=sender.chunks_resent if sender else 0,
             bytes_expected=self.expected,
@@ -102,6 +106,11 @@ class Dump:
             stream_seconds=host.boottime_s() - self.began_s,
             parts=self._parts() if last else (),
         )
+
+    @property
+    def late(self) -> list[tuple[str, int]]:
+        """The files that get into the image while the rank goes on, and their bytes."""
+        return self.twins.files() if self.twins is not None else []
 
     def _parts(self) -> list[pb.Part]:
         dumped = pb.Part(
@@ -123,10 +132,9 @@ class Dump:
                 raise
             await self.sweep(self.node, self.log)
             assert self.sender is not None
-            sent_bytes = self.sender.bytes_sent
-            await in_thread(
-                self.log.mark, Mark.STREAMED, sent_bytes=sent_bytes, carried=self.carried, rank_user=self.user
-            )
+            sent_bytes = self.sender.bytes_sent + sum(size for _, size in self.late)
+            mark = functools.partial(self.log.mark, Mark.STREAMED, sent_bytes=sent_bytes, late=self.late)
+            await in_thread(mark, carried=self.carried, rank_user=self.user)
             self.done = True
             metrics.phase("stream", host.boottime_s() - self.began_s, self.sender.bytes_sent)
             log.info("streamed %d bytes to %s", self.sender.bytes_sent, begin.target_node)
@@ -144,6 +152,8 @@ class Dump:
             files = await self._dump_and_send(pids, opening)
         if self.offload is not None and self.offload.into_image is not None:
             await self.offload.into_image.copied()
+        if self.twins is not None:
+            await in_thread(self.twins.reserve)
         if damaged := await self.sink.seal(files):
             raise Damaged(f"these images arrived damaged: {', '.join(damaged)}", where=Where.SOURCE_FROZEN)
 
@@ -193,16 +203,12 @@ class Dump:
 
     async def _find_pages(self, pids: list[int]) -> None:
         """Finds the pages that criu leaves out."""
-        with span("find shared pages"):
-            shared = await in_thread(ForkSharing(pids, without=self.precopied.pids).layers)
-        self.layers = [*self.precopied.layers, *shared]
-        self.expected = max(0, self.expected - below.size_bytes(self.layers))
-        # The same files have what was sent before the freeze: it may be there, and not count.
         beside = self.node.config.send_beside_criu and not self.log.begin.coordinator
-        if beside and not self.precopied.begun:
-            taken = {pid for layer in self.layers for pid in (layer.pid, layer.parent)}
-            self.large = await in_thread(large_memory.find, pids, taken)
-            self.layers = [*self.layers, *(one.layer for one in self.large)]
+        with span("find shared pages"):
+            found = await in_thread(left_out.find, pids, self.precopied, self.twins, beside=beside)
+        self.layers, self.large = found.layers, found.large
+        sent_here = below.size_bytes(one.layer for one in self.large)
+        self.expected = max(0, self.expected - below.size_bytes(self.layers) + sent_here)
 
     async def _send(
         self,

@@ -23,9 +23,12 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, new_connections, socket_options
 from snapshotd.moves.record_parts import ClusterNode, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
+from snapshotd.moves.source import twins
+from snapshotd.moves.source.twin_memory import TwinMemory
 from snapshotd.net.places import Places
 from snapshotd.net.sockets import tree_flows
 from snapshotd.proc import host, tree
+from snapshotd.proc.cgroup import Cgroup
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -114,6 +117,8 @@ async def freeze(
     except GpuFailed as error:
         raise await in_thread(leftovers.explained, error, held_copy.processes(nccl)) from error
     await in_thread(checkpoint_room.give_up, node, move)  # it is the job's own memory now
+    if moving.log.begin.kind == "snapshot":
+        await _twin(node, moving, group, parts)
     with span("stop"):
         await in_thread(tree.stop_all, group, FREEZE_S)
     await reach(Point.STOPPED)
@@ -142,6 +147,16 @@ async def freeze(
         device_bytes_left=left_bytes,
         warnings=moving.offload.warnings if moving.offload is not None else (),
     )
+
+
+async def _twin(node: Node, moving: Moving, group: Cgroup, parts: Parts) -> None:
+    """As late as possible: what the rank writes from now on is dumped by criu."""
+    began = host.boottime_s()
+    made = await in_thread(twins.make, node, moving.log, group)
+    moving.twins = TwinMemory(node, moving.log, made)
+    if made:
+        parts.add("twin", host.boottime_s() - began)
+    await reach(Point.TWINNED)
 
 
 async def _prepare(node: Node, moving: Moving, processes: list[tree.Process], parts: Parts) -> None:

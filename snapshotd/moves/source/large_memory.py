@@ -15,12 +15,10 @@ The rank is frozen, so what is read is what criu would have read.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import errno
 import logging
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +26,7 @@ from functools import partial
 from snapshotd.api.errors import Internal, RankGone, SnapshotError, Where
 from snapshotd.criu import page_ranges, pagemap_image
 from snapshotd.criu.below import Layer, ahead_pages_name
-from snapshotd.criu.page_ranges import Range
+from snapshotd.moves.source.process_memory import ProcessMemory, chunks
 from snapshotd.proc import status
 from snapshotd.proc.files import GONE
 from snapshotd.proc.page_frames import PAGE_BYTES, NotSupported, PageFrames
@@ -38,9 +36,6 @@ from snapshotd.transport.image.frame import Frame, raw_frame
 from snapshotd.transport.image.sender import Sender
 
 log = logging.getLogger(__name__)
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 #: Shorter runs of pages are left to criu: each takes a system call here, and an entry in a list on both nodes.
 LEAST_RUN_BYTES = 256 << 10
@@ -95,12 +90,12 @@ async def send(sender: Sender, memory: Sequence[LargeMemory]) -> None:
             reading = _Reading(sender, one)
             opened.callback(reading.close)
             async with asyncio.TaskGroup() as group:
-                for _ in range(_readers()):
+                for _ in range(readers()):
                     group.create_task(sender.put_frames(one.file, reading.next))
             await in_thread(reading.must_live)
 
 
-def _readers() -> int:
+def readers() -> int:
     return max(1, min(MOST_READERS, (os.cpu_count() or 1) // 2))
 
 
@@ -110,20 +105,19 @@ class _Reading:
     def __init__(self, sender: Sender, memory: LargeMemory) -> None:
         self._sender, self._memory = sender, memory
         try:
-            self._fd = os.open(f"/proc/{memory.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+            self._read = ProcessMemory(memory.pid)
         except OSError as error:
             raise self._failed(error) from error
         self._chunks = chunks(memory.layer.pages, sender.chunk_bytes)
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._read.close()
 
     def must_live(self) -> None:
-        """Raises RankGone if the process has ended: its pid may have become another one's while it was read. The descriptor
-        is that of its own memory, which has gone then."""
+        """Raises RankGone if the process has ended."""
         try:
-            self._fill_rest(memoryview(bytearray(1)), 0, 1, self._memory.layer.pages[0][0] + 1)
+            self._read.must_live(self._memory.layer.pages[0][0])
         except OSError as error:
             raise self._failed(error) from error
 
@@ -135,62 +129,12 @@ class _Reading:
             return None
         offset, parts = chunk
         try:
-            data = self._sender.filled(page_ranges.size_bytes(parts), partial(self._fill, parts))
+            data = self._sender.filled(page_ranges.size_bytes(parts), partial(self._read.fill, parts))
         except OSError as error:
             raise self._failed(error) from error
         return raw_frame(sequence, self._memory.file, offset, data, strong=self._sender.strong)
-
-    def _fill(self, parts: list[Range], view: memoryview) -> None:
-        at = 0
-        for start, end in parts:
-            until = at + end - start
-            at += _read_quickly(self._memory.pid, start, view[at:until])
-            at = self._fill_rest(view, at, until, end)
-
-    def _fill_rest(self, view: memoryview, at: int, until: int, end: int) -> int:
-        """Reads what belongs there, which ends at this address."""
-        while at < until:
-            count = os.preadv(self._fd, [view[at:until]], end - (until - at))
-            if not count:
-                raise ProcessLookupError(errno.ESRCH, "it has ended")
-            at += count
-        return at
 
     def _failed(self, error: OSError) -> SnapshotError:
         if isinstance(error, GONE):
             return RankGone(f"process {self._memory.pid} has ended", where=Where.UNKNOWN)
         return Internal(f"process {self._memory.pid} cannot be read: {error.strerror}", where=Where.SOURCE_FROZEN)
-
-
-class _Vector(ctypes.Structure):
-    """struct iovec"""
-
-    _fields_ = (("address", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-def _read_quickly(pid: int, start: int, view: memoryview) -> int:
-    """Reads what process_vm_readv reads; how much that is. It takes two thirds of the time of a read from /proc/PID/mem, but
-    refuses pages to which the process has no access itself."""
-    here = _Vector(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
-    there = _Vector(start, len(view))
-    one = ctypes.c_ulong(1)
-    return max(
-        0, int(_libc.process_vm_readv(pid, ctypes.byref(here), one, ctypes.byref(there), one, ctypes.c_ulong(0)))
-    )
-
-
-def chunks(ranges: Iterable[Range], chunk_bytes: int) -> Iterator[tuple[int, list[Range]]]:
-    """The pages of all ranges, one after the other, in pieces of this size: where each begins, and what is in it."""
-    offset, room = 0, chunk_bytes
-    parts: list[Range] = []
-    for first, end in ranges:
-        start = first
-        while start < end:
-            stop = min(end, start + room)
-            parts.append((start, stop))
-            start, room = stop, room - (stop - start)
-            if not room:
-                yield offset, parts
-                offset, parts, room = offset + chunk_bytes, [], chunk_bytes
-    if parts:
-        yield offset, parts

@@ -25,7 +25,7 @@ from snapshotd.moves.nccl.communicators import Communicators
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import OutcomeRecord
 from snapshotd.moves.rules import CopyState, Mark, Outcome, SourceDecision, SourceFacts
-from snapshotd.moves.source import suspended
+from snapshotd.moves.source import suspended, twins
 from snapshotd.moves.source.departure import Departure
 from snapshotd.moves.steps import Steps, settle_loop
 from snapshotd.moves.where import where_of
@@ -71,6 +71,7 @@ class SourceSettling(Steps):
             log.error("device memory of moves that have ended is not released: %s", error.message)
         for move_log in self.journal.all():
             if move_log.begin.role == "source" and move_log.last_mark is not Mark.SETTLED:
+                twins.end_left(move_log)
                 if move_log.known.mark is None:  # a crash before anything was done
                     move_log.decide(Outcome.ABORT, "it never began here", "source")
                     move_log.mark(Mark.SETTLED)

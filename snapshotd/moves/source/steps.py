@@ -219,7 +219,7 @@ class SourceSteps(SourceSettling):
             must_be_at(moving, {Mark.FROZEN}, ", not frozen")
             if moving.streaming is not None:
                 raise Busy(f"move {move} is being streamed already", where=Where.SOURCE_FROZEN)
-            ahead = (moving.offload, moving.ahead, moving.precopied)
+            ahead = (moving.offload, moving.ahead, moving.precopied, moving.twins)
             dump = Dump(self.node, moving.log, self._entry(moving), moving.facts, *ahead)
             moving.streaming = task = asyncio.create_task(dump.run(), name=f"stream {move}")
         while not task.done():

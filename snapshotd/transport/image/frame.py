@@ -126,7 +126,7 @@ def raw_frame(sequence: int, name: str, offset: int, data: bytes | bytearray, *,
     return Frame(Kind.DATA, sequence, name, offset, len(data), payload_bytes=len(data), payload=data, strong=strong)
 
 
-def data_frame(sequence: int, name: str, offset: int, data: bytes, *, strong: bool = False) -> Frame:
+def data_frame(sequence: int, name: str, offset: int, data: bytes | bytearray, *, strong: bool = False) -> Frame:
     """The prepared frame for `data`; a hole if all of it is zero."""
     frame = raw_frame(sequence, name, offset, data, strong=strong)
     frame.prepare()

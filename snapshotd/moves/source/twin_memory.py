@@ -1,0 +1,252 @@
+"""The memory of a rank that is snapshotted, on its way from its twins (twins.py) into the image.
+
+Invariant: a file gets its name in the folder of the image only when all of it, and all others, are complete. Until then the
+snapshot does not count (`stored.is_whole`). The twins end when their memory was copied, or cannot be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from snapshotd.api.errors import Full, SnapshotError, Undone
+from snapshotd.criu import page_ranges, pagemap_image
+from snapshotd.criu.below import Layer, ahead_pages_name
+from snapshotd.criu.page_ranges import Range
+from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.node import Node
+from snapshotd.moves.saved import Late, Saved
+from snapshotd.moves.source import twins
+from snapshotd.moves.source.large_memory import LEAST_BYTES, readers
+from snapshotd.moves.source.process_memory import ProcessMemory, chunks
+from snapshotd.moves.source.twins import Twin
+from snapshotd.proc import host
+from snapshotd.proc.files import GONE
+from snapshotd.proc.memory import memory_room
+from snapshotd.proc.page_frames import PAGE_BYTES, NotSupported, PageFrames, unchanged
+from snapshotd.proc.room import FLOOR_BYTES, mib
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.faults import Point, reach
+from snapshotd.transport.image.frame import data_frame
+from snapshotd.transport.image.sparse_file import put
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 << 20
+#: Shorter runs of pages are left to criu: each takes a system call here, and an entry in a list on the target.
+LEAST_RUN_BYTES = 64 << 10
+WATCH_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The pages that a twin shares with the frozen rank."""
+
+    twin: Twin
+    layer: Layer
+    memory: ProcessMemory
+
+    @property
+    def file(self) -> str:
+        return ahead_pages_name(self.layer.pid, 1)
+
+    @property
+    def bytes(self) -> int:
+        return page_ranges.size_bytes(self.layer.pages)
+
+
+class TwinMemory:
+    """What the twins of one rank have. Used on the loop that made it, except for `find`."""
+
+    def __init__(self, node: Node, move_log: MoveLog, made: Sequence[Twin]) -> None:
+        self._node, self._log = node, move_log
+        self._twins, self._shared = list(made), list[Shared]()
+        self._saving: asyncio.Task[Saved] | None = None
+        self._ended = threading.Event()  # nothing is copied any more
+        self._unwritten_bytes = 0
+        self._short = ""  # why the twins were ended before all was copied
+
+    # ------------------------------------------------------------------ while the rank is frozen
+
+    def find(self, without: Collection[int] = ()) -> list[Layer]:
+        """The pages that criu leaves out. `without`: processes that have other pages below their images, by the pids of their
+        own namespace. Blocking. Raises nothing."""
+        if not self._shared:
+            for twin in self._twins:
+                if twin.inner_pid not in without and (shared := _shared(twin)) is not None:
+                    self._shared.append(shared)
+            if not self._shared:
+                self._end()
+        return [one.layer for one in self._shared]
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.bytes for one in self._shared)
+
+    def files(self) -> list[tuple[str, int]]:
+        """The files that the image lacks until they are saved, and their sizes."""
+        return [(one.file, one.bytes) for one in self._shared]
+
+    def reserve(self) -> None:
+        """The image is about to be sealed, and what is reserved for it is given up: not for these files."""
+        self._unwritten_bytes = self.bytes
+        self._node.room.count(self._purpose, lambda: self._unwritten_bytes)
+
+    # ------------------------------------------------------------------ while the rank runs again
+
+    def save_soon(self) -> None:
+        """Once: the rank goes on."""
+        if self._saving is None and self._shared:
+            self._saving = asyncio.create_task(self._save(), name=f"save host memory of {self._log.move}")
+            self._node.saving[self._log.move, Late.HOST] = self._saving
+
+    async def _save(self) -> Saved:
+        began, failure = host.boottime_s(), ""
+        try:
+            await reach(Point.COPYING)
+            await self._copy_all()
+            await reach(Point.COPIED)
+            await in_thread(self._end)
+            await in_thread(self._give_names)
+        except (SnapshotError, OSError) as error:
+            failure = error.message if isinstance(error, SnapshotError) else str(error)
+            log.error("memory of rank %s is not saved: %s", self._log.begin.rank, failure)
+        finally:
+            self._ended.set()
+            await in_thread(self._end)
+        return Saved(self.bytes, host.boottime_s() - began, failure)
+
+    async def _copy_all(self) -> None:
+        watching = asyncio.create_task(self._watch())
+        try:
+            for one in self._shared:
+                await self._copy(one)
+        except (SnapshotError, OSError) as error:
+            if self._short:
+                raise Full(self._short) from error
+            raise
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _copy(self, one: Shared) -> None:
+        copying = _Copying(one, self._path(one), self._ended, self._written)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(readers()):
+                    group.create_task(in_thread(copying.run))
+            await in_thread(copying.finish)
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+
+    async def _watch(self) -> None:
+        """The rank needs more memory while it writes what its twins have. Before its limit kills it, the twins end."""
+        pid = self._log.record.pid
+        while True:
+            with contextlib.suppress(*GONE):
+                whose, left_bytes = await in_thread(lambda: memory_room(pid)[0])
+                if left_bytes < FLOOR_BYTES:
+                    self._short = f"memory has run out while it was copied: {whose} leaves the rank {mib(left_bytes)}"
+                    await in_thread(twins.end, self._node, self._log)
+                    return
+            await asyncio.sleep(WATCH_S)
+
+    def _written(self, size_bytes: int) -> None:
+        self._unwritten_bytes = max(0, self._unwritten_bytes - size_bytes)
+
+    def _path(self, one: Shared) -> Path:
+        return self._node.store.path(self._log.move) / f".{one.file}"
+
+    def _give_names(self) -> None:
+        folder = self._node.store.path(self._log.move)
+        for one in self._shared:
+            self._path(one).rename(folder / one.file)
+
+    def _end(self) -> None:
+        twins.end(self._node, self._log)
+        for one in self._shared:
+            one.memory.close()
+        self._node.room.give_up(self._purpose)
+
+    async def close(self) -> None:
+        """The snapshot is given up: copies nothing more, and ends the twins. Idempotent."""
+        self._ended.set()
+        if self._saving is not None:
+            self._saving.cancel()
+            await asyncio.gather(self._saving, return_exceptions=True)
+        self._node.saving.pop((self._log.move, Late.HOST), None)
+        await in_thread(self._end)
+
+    @property
+    def _purpose(self) -> str:
+        return f"late files of {self._log.move}"
+
+
+def _shared(twin: Twin) -> Shared | None:
+    """None: not worth it, or not possible; criu dumps all of it."""
+    if PAGE_BYTES != pagemap_image.PAGE_BYTES:  # on some arm64 machines
+        return None
+    try:
+        with PageFrames(twin.of) as rank, PageFrames(twin.process.pid) as there:
+            runs = _long(rank.private(plain=True))
+            before = rank.read(runs)
+            theirs = there.read(runs)
+            pages = _long(unchanged(runs, before, theirs, rank.read(runs)))  # the kernel may have moved pages meanwhile
+        if page_ranges.size_bytes(pages) < LEAST_BYTES:
+            return None
+        return Shared(twin, Layer(pid=twin.inner_pid, pages=pages, rounds=[pages]), ProcessMemory(twin.process.pid))
+    except (NotSupported, OSError) as error:
+        log.info("the memory of process %d is copied while it waits: %s", twin.of, error)
+        return None
+
+
+def _long(ranges: Sequence[Range]) -> list[Range]:
+    return [(start, end) for start, end in ranges if end - start >= LEAST_RUN_BYTES]
+
+
+class _Copying:
+    """One file, for several threads."""
+
+    def __init__(self, shared: Shared, path: Path, ended: threading.Event, written: Callable[[int], None]) -> None:
+        self._shared, self._path, self._ended, self._written = shared, path, ended, written
+        path.unlink(missing_ok=True)
+        self._chunks: Iterator[tuple[int, list[Range]]] = chunks(shared.layer.pages, CHUNK_BYTES)
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Copies chunks until there are no more. Blocking. Raises OSError or Undone."""
+        buffer = bytearray(CHUNK_BYTES)
+        while (chunk := self._next()) is not None:
+            if self._ended.is_set():
+                raise Undone("the snapshot was given up")
+            offset, parts = chunk
+            size = page_ranges.size_bytes(parts)
+            with memoryview(buffer) as whole, whole[:size] as view:
+                try:
+                    self._shared.memory.fill(parts, view)
+                except GONE as error:
+                    raise self._gone() from error
+            # Zero pages become holes.
+            put(self._path, data_frame(0, self._shared.file, offset, buffer if size == len(buffer) else buffer[:size]))
+            self._written(size)
+
+    def _next(self) -> tuple[int, list[Range]] | None:
+        with self._lock:
+            return next(self._chunks, None)
+
+    def finish(self) -> None:
+        """All chunks were copied. Raises Undone if they may not be the twin's: it has ended meanwhile."""
+        try:
+            self._shared.memory.must_live(self._shared.layer.pages[0][0])
+        except GONE as error:
+            raise self._gone() from error
+        os.truncate(self._path, self._shared.bytes)
+
+    def _gone(self) -> Undone:
+        return Undone(f"the twin of process {self._shared.twin.of} has ended")
