@@ -246,3 +246,25 @@ def test_job_that_has_a_bug_fails_as_without_protection(torch_lab: TorchLab, req
     assert protected == text, said
     assert said.count(", down ") == 2, said
     assert "it is passed on" in said
+
+
+@pytest.mark.timeout(900)
+def test_protection_waits_for_a_job_that_is_suspended_and_protects_it_when_it_is_resumed(torch_lab: TorchLab) -> None:
+    nodes = torch_lab.cluster
+    job = torch_lab.plain("ddp.py", "--pace-s", "0.3", "--until", "{end}", nodes=(ONE, TWO), name="waits")
+    job.await_steps(3)
+    with _protected(job) as said:
+        until("the first snapshot", lambda: ", paused " in said.read_text())
+        _job(nodes, "suspend", job.name)
+        until("the protection to notice it", lambda: "the job is suspended" in said.read_text())
+        _job(nodes, "resume", job.name, "--on", f"1={SPARE}")
+        until("a snapshot of the resumed job", lambda: said.read_text().count(", paused ") == 2, 240)
+        text = said.read_text()
+        assert "the job was resumed" in text
+        assert "rolling the job back" not in text, text
+        assert len(_snapshots(nodes, job.name)) >= 1
+        job.await_progress(2)
+        job.end.touch()
+        job.assert_whole()
+    torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
+    until("nothing to be left", lambda: not nodes.leftovers())
