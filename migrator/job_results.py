@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from migrator.job_protocol import JobVerdict
@@ -22,6 +22,7 @@ class JobOptions:
     lost: frozenset[str] = frozenset()  # rollback: nodes that the operator declares dead
     reason: str = ""  # rollback: what happened, for the history
     replayed_output: str = ""  # rollback: "suppress", "mark" or "pass"; empty: as `migrator run` was told
+    changed_files: str = "restore"  # rollback: or "keep", "refuse"
     down_for_s: float = 0.0  # rollback: for how long the job has not run by now, if that is known
     record: str = ""  # the id that the coordinator journals; empty: a new one
     uids: frozenset[str] = frozenset()  # suspend: the ranks that the job must have; empty: those that it has now
@@ -35,6 +36,18 @@ class RankPlace:
     node: str  # of its image, or where it runs
     came_from: str = ""  # resume: the node that had its image
     copy: str = ""  # snapshot: the node with the copy of its image
+
+
+@dataclass(frozen=True)
+class ChangedFile:
+    """A file that a rank had open for writing at the snapshot, and that has changed since."""
+
+    rank: int
+    path: str
+    change: str  # grown, deleted, renamed, replaced, shortened, overwritten
+    action: str  # cut-back, restored, kept, empty
+    beside: str  # name, in its directory, of what was at its place or cut off
+    text: str  # in words
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,7 @@ class JobResult:
     remedy: str = ""
     exit_code: int = 0
     warnings: list[str] = field(default_factory=list)
+    changed_files: list[ChangedFile] = field(default_factory=list)  # rollback
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -80,6 +94,7 @@ class JobResult:
             "phases": [phase.to_json() for phase in self.phases],
             "parts": [part.to_json() for part in self.parts],
             "warnings": self.warnings,
+            "changed_files": [asdict(one) for one in self.changed_files],
             "reason": self.reason,
             "state": self.state,
             "error": self.error_code,

@@ -51,6 +51,7 @@ from snapshotd.moves.jobs.succession import Succession
 from snapshotd.moves.jobs.tether import Tether
 from snapshotd.moves.jobs.watch import Watch
 from snapshotd.moves.journal import Journal, MoveLog
+from snapshotd.moves.kept_files import KeptFiles
 from snapshotd.moves.memory_watch import MemoryWatch
 from snapshotd.moves.nccl.communicators import Communicators
 from snapshotd.moves.nccl.gates import GateSteps
@@ -100,7 +101,8 @@ class Daemon:
         reserve.hold()
         journal, ranks = Journal(config.state_dir, reserve), Ranks(config.state_dir, reserve)
         self.holder = Holder(config.run_dir / "holder.sock")
-        parts = (store, suspended, carry, self.gpus, room, self.holder)
+        self.kept_files = KeptFiles(config.run_dir / "files.sock")
+        parts = (store, suspended, carry, self.gpus, room, self.holder, self.kept_files)
         self.node = Node(config, journal, reserve, ranks, *parts, connect, self._lost)
         store.known_blocks.images_for = partial(replicas.images_for, self.node)
         self.relays = Relays(self.node)
@@ -226,6 +228,7 @@ class Daemon:
         await self.keepers.stop()
         await self.gpus.close()
         await in_thread(self.holder.close)
+        await in_thread(self.kept_files.close)
         await in_thread(spares.close)
         await in_thread(parsers.spares.close)
         await in_thread(waiting_keepers.close)

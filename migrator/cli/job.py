@@ -86,6 +86,7 @@ def add(verbs: arguments.Verbs) -> None:
         help="node for a rank; can be repeated",
     )
     add_replayed_output(rolling)
+    add_changed_files(rolling)
     for one in (suspending, resuming, snapshotting, rolling):
         arguments.add_limits(one, "it", "the daemons", JobOptions.lease_s)
     listing = inner.add("list", _list, "list suspended jobs, snapshots, and those that are being made or resumed")
@@ -123,6 +124,17 @@ def add_replayed_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_changed_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        protection.CHANGED_OPTION,
+        choices=protection.CHANGED,
+        default=protection.CHANGED[0],
+        help="what is done with files that ranks had open for writing at the snapshot, and that were deleted, renamed,"
+        " replaced or shortened since: put them back as they were, and keep what is at their names beside them; leave what"
+        " is there now; or do not resume the job (default: %(default)s)",
+    )
+
+
 def _rank_on_node(text: str) -> tuple[int, str]:
     rank, equals, node = text.partition("=")
     if not equals:
@@ -151,6 +163,7 @@ def _rollback(options: argparse.Namespace) -> int:
     asked = JobOptions(
         *(options.job, options.user, options.timeout, options.lease, on, frozenset(options.lost)),
         replayed_output=options.replayed_output,
+        changed_files=options.changed_files,
     )
     return _act(options, "rollback", asked)
 
@@ -211,6 +224,8 @@ def _show(result: JobResult) -> None:
         moved = f"  (was on {one.came_from})" if one.came_from not in ("", one.node) else ""
         copied = f", copy on {one.copy}" if one.copy else ""
         print(f"  rank {one.rank}: {formatting.plain(one.node)}{formatting.plain(moved)}{formatting.plain(copied)}")
+    for file in result.changed_files:
+        print(f"  rank {file.rank}: {formatting.plain(file.text)}")
     if result.outcome is JobVerdict.SUSPENDED:
         print(f"resume it with: migrator job resume {result.job}")
 

@@ -78,6 +78,7 @@ def add(verbs: arguments.Verbs) -> None:
         f" (default: ${UNLESS_FILE})",
     )
     job.add_replayed_output(parser)
+    job.add_changed_files(parser)
     parser.add_argument("--for-keeper", type=_keeper, help=argparse.SUPPRESS)  # from `migrator run --protect`
 
 
@@ -86,7 +87,9 @@ def _protect(options: argparse.Namespace) -> int:
     from migrator.jobs.protect import Protection
 
     cluster = arguments.the_cluster(options)
-    asked = JobOptions(options.job, options.user, replayed_output=options.replayed_output)
+    asked = JobOptions(
+        options.job, options.user, replayed_output=options.replayed_output, changed_files=options.changed_files
+    )
     keeper, rank = options.for_keeper or (0, 0)
     say = _say_beside_rank if keeper else _say
     first_s = min(options.every or FIRST_S, FIRST_S) if keeper else 0.0

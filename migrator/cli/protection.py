@@ -20,7 +20,11 @@ CLUSTER = "MIGRATOR_PROTECT_CLUSTER"
 #: What is done with output that a rank prints again after a rollback: shim/keeper/relay.py.
 REPLAYED = ("suppress", "mark", "pass")
 REPLAYED_OPTION, REPLAYED_VARIABLE = "--replayed-output", "MIGRATOR_REPLAYED_OUTPUT"
-VARIABLES = (VARIABLE, CLUSTER, REPLAYED_VARIABLE)
+#: What a rollback does with files that ranks had open for writing, and that were deleted, renamed, replaced or shortened
+#: since: snapshotd/moves/changed_file.py.
+CHANGED = ("restore", "keep", "refuse")
+CHANGED_OPTION, CHANGED_VARIABLE = "--changed-files", "MIGRATOR_CHANGED_FILES"
+VARIABLES = (VARIABLE, CLUSTER, REPLAYED_VARIABLE, CHANGED_VARIABLE)
 OFF = "off"
 
 
@@ -30,18 +34,29 @@ class Wanted:
 
     every: str  # as on the command line
     cluster: tuple[str, ...] = ()  # the options that name it
+    changed_files: str = CHANGED[0]
 
     @property
     def variables(self) -> dict[str, str]:
-        return {VARIABLE: self.every, CLUSTER: " ".join(self.cluster)}
+        return {VARIABLE: self.every, CLUSTER: " ".join(self.cluster), CHANGED_VARIABLE: self.changed_files}
+
+    @property
+    def of_files(self) -> list[str]:
+        return [CHANGED_OPTION, self.changed_files] if self.changed_files != CHANGED[0] else []
 
     @property
     def options(self) -> list[str]:
         """For another `migrator run`."""
-        return ["--protect", self.every, *self.cluster]
+        return ["--protect", self.every, *self.of_files, *self.cluster]
 
 
-def wanted(every: str | None, cluster: str | None, lab: str | None, environment: Mapping[str, str]) -> Wanted | None:
+def wanted(
+    every: str | None,
+    cluster: str | None,
+    lab: str | None,
+    environment: Mapping[str, str],
+    changed_files: str | None = None,
+) -> Wanted | None:
     """None: the job is not protected. Raises ValueError."""
     asked = every if every is not None else environment.get(VARIABLE, "")
     if asked in ("", OFF):
@@ -55,7 +70,10 @@ def wanted(every: str | None, cluster: str | None, lab: str | None, environment:
         option, value = ("--cluster", str(cluster)) if cluster else ("--lab", str(lab))
     if option == "--cluster" and not os.access(value, os.R_OK):
         raise ValueError(f"the cluster file {value} cannot be read, and without it nothing protects the job")
-    return Wanted(asked, (option, value) if option else ())
+    changed = changed_files or environment.get(CHANGED_VARIABLE, "") or CHANGED[0]
+    if changed not in CHANGED:
+        raise ValueError(f"${CHANGED_VARIABLE}: {changed!r} is none of {', '.join(CHANGED)}")
+    return Wanted(asked, (option, value) if option else (), changed)
 
 
 def replayed(asked: str | None, environment: Mapping[str, str]) -> str:
@@ -79,6 +97,6 @@ def argv(wanted: Wanted, rank: int, uid: str) -> Sequence[str]:
     job = uid.rsplit("-", 2)[0]
     return [
         *(sys.executable, "-P", "-m", "migrator.cli", "protect", job, "--user", str(os.getuid())),
-        *("--every", wanted.every, "--for-keeper", f"{os.getpid()}:{rank}"),
+        *("--every", wanted.every, *wanted.of_files, "--for-keeper", f"{os.getpid()}:{rank}"),
         *wanted.cluster,
     ]

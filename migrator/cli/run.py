@@ -24,7 +24,7 @@ FAILED = 125
 KEEPER_SOCKET = "/run/snapshotd/keeper.sock"
 MAX_RANK = 1 << 24
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
-_WITH_VALUE = ("--job", "--rank", "--device-memory", "--replayed-output", "--cluster", "--lab")
+_WITH_VALUE = ("--job", "--rank", "--device-memory", "--replayed-output", "--changed-files", "--cluster", "--lab")
 _PROTECT = "--protect"  # its value may be left out
 
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")
@@ -77,8 +77,8 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="migrator run",
         usage="migrator run [--job NAME] [--rank N | --launcher] [--device-memory driver|offload]"
-        " [--protect [5m|auto]] [--replayed-output suppress|mark|pass] [--nccl-safe] [--no-shim]"
-        " [--allow-unprotected] [--json] -- CMD …",
+        " [--protect [5m|auto]] [--replayed-output suppress|mark|pass] [--changed-files restore|keep|refuse]"
+        " [--nccl-safe] [--no-shim] [--allow-unprotected] [--json] -- CMD …",
         description=SUMMARY,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -112,6 +112,14 @@ def parser() -> argparse.ArgumentParser:
         choices=protection.REPLAYED,
         help="what is done with output that the rank prints again after a rollback: leave it out as long as it is identical,"
         f" print it between two lines that say so, or print it (default: ${protection.REPLAYED_VARIABLE}, else suppress)",
+    )
+    made.add_argument(
+        protection.CHANGED_OPTION,
+        choices=protection.CHANGED,
+        help="with --protect: what a rollback does with files that ranks had open for writing at the snapshot, and that were"
+        " deleted, renamed, replaced or shortened since: put them back as they were, and keep what is at their names beside"
+        " them; leave what is there now; or do not resume the job"
+        f" (default: ${protection.CHANGED_VARIABLE}, else {protection.CHANGED[0]})",
     )
     made.add_argument(
         "--nccl-safe",
@@ -229,7 +237,7 @@ def _library(environment: Mapping[str, str], allowed: bool) -> Library | None:
 def _protection(options: argparse.Namespace, environment: dict[str, str]) -> protection.Wanted | None:
     """How the job is to be protected. The rank itself does not get our variables."""
     try:
-        found = protection.wanted(options.protect, options.cluster, options.lab, environment)
+        found = protection.wanted(options.protect, options.cluster, options.lab, environment, options.changed_files)
     except ValueError as error:
         raise _Wrong(str(error)) from None
     if not options.worker:
@@ -237,6 +245,8 @@ def _protection(options: argparse.Namespace, environment: dict[str, str]) -> pro
             environment.pop(name, None)
     if found is not None and options.no_shim and options.protect is not None:
         _warn("a GPU rank without the library cannot be snapshotted; leave --no-shim out to protect one")
+    if found is None and options.changed_files is not None:
+        _warn(f"{protection.CHANGED_OPTION} has no effect without {_PROTECT}; give it to `migrator job rollback`")
     return found
 
 

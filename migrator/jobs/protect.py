@@ -297,6 +297,8 @@ class Protection:
             self.say(f"the job could not be rolled back yet: {result.reason}")
             return
         self.tries.rolled_back(time.monotonic())
+        for file in result.changed_files:
+            self.say(f"rank {file.rank}: {file.text}")
         self.boots = boots
         self.trouble = self.refusal = ""
         self.sight = Sight(nodes={one.uid: one.node for one in result.ranks})

@@ -8,7 +8,7 @@ from migrator.cluster import Cluster
 from migrator.driver.peers import node_addresses, node_infos
 from migrator.find_rank import find_node
 from migrator.job_protocol import RESUME, UNDO_RESUME, JobVerdict
-from migrator.job_results import JobOptions, RankPlace
+from migrator.job_results import ChangedFile, JobOptions, RankPlace
 from migrator.jobs import connections, homes
 from migrator.jobs.connections import Sockets
 from migrator.jobs.walk import JobRun, each, new_id
@@ -62,6 +62,11 @@ class Resumption(JobRun):
         return self.suspended.record
 
     @property
+    def changed(self) -> str:
+        """What is done with files that have changed. A job that was suspended has changed none since."""
+        return self.options.changed_files if self.suspended.kind == "rollback" else ""
+
+    @property
     def steps(self) -> dict[str, Callable[[float], Awaitable[None]]]:
         return {
             "Source.GetImage": self.read_images,
@@ -110,7 +115,8 @@ class Resumption(JobRun):
         kept, silent = await homes.kept_on(self.cluster, (rank.home_node for rank in suspended.values()))
 
         async def ask(part: pb.Participant) -> None:
-            request = pb.ExamineRequest(facts=self.images[part.rank_uid].facts, resume=True)
+            facts = self.images[part.rank_uid].facts
+            request = pb.ExamineRequest(facts=facts, resume=True, changed_files=self.changed)
             reply = await (await self.client(part.node)).target.Examine(request, timeout_s=timeout_s)
             name = f"rank {part.rank} on {part.node}"
             stays = part.node in {part.image_node, self.images[part.rank_uid].facts.source_node}
@@ -140,6 +146,7 @@ class Resumption(JobRun):
                 ranks=ranks,
                 image_node=part.image_node,
                 replayed_output=self.options.replayed_output,
+                changed_files=self.changed,
             )
             reply = await (await self.client(part.node)).target.Prepare(request, timeout_s=timeout_s)
             self.nonces[part.move] = reply.nonce
@@ -166,6 +173,10 @@ class Resumption(JobRun):
             reply = await (await self.client(part.node)).target.Restore(request, timeout_s=timeout_s)
             self.nccl = self.nccl or reply.nccl
             self.add_parts(reply.parts)
+            self.changed_files += [
+                ChangedFile(part.rank, one.path, one.change, one.action, one.beside, one.text)
+                for one in reply.changed_files
+            ]
 
         await each(self.participants, ask)
 

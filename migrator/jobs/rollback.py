@@ -83,7 +83,7 @@ async def _decide(cluster: Cluster, mine: Sequence[JobEntry], options: JobOption
     usable = [node for node in cluster.nodes if node in infos and node not in options.lost]
     places = await _places(cluster, entry.record, usable)
     on = targets(entry.record, places, usable, options.on, cluster.labels)
-    await _examine(cluster, entry.record, places, on)
+    await _examine(cluster, entry.record, places, on, options.changed_files)
     await _must_have_launchers(cluster, places, infos, options)
     request = pb.RollbackRequest(
         record=new_id(),
@@ -174,14 +174,17 @@ def targets(
     return chosen
 
 
-async def _examine(cluster: Cluster, record: pb.JobRecord, places: Mapping[int, Place], on: Mapping[int, str]) -> None:
+async def _examine(
+    cluster: Cluster, record: pb.JobRecord, places: Mapping[int, Place], on: Mapping[int, str], changed_files: str
+) -> None:
     """Raises Refused, before anything is ended, if a target cannot take its rank."""
     refused: list[str] = []
 
     async def ask(part: pb.Participant) -> None:
         facts, target = places[part.rank].facts, on[part.rank]
         async with cluster.client(target) as client:
-            reply = await client.target.Examine(pb.ExamineRequest(facts=facts), timeout_s=60)
+            request = pb.ExamineRequest(facts=facts, changed_files=changed_files)
+            reply = await client.target.Examine(request, timeout_s=60)
         stays = target == facts.source_node
         refused.extend(
             f"  rank {part.rank} on {target}: {check.name}: {check.reason}\n    {check.remedy}"

@@ -14,7 +14,7 @@ from migrator import asked_rank
 from migrator.cluster import Cluster
 from migrator.driver.reporter import Reporter
 from migrator.job_protocol import JobStep, JobVerdict, index_of, undo_plan
-from migrator.job_results import JobOptions, JobResult, RankPlace
+from migrator.job_results import ChangedFile, JobOptions, JobResult, RankPlace
 from migrator.results import Event, PhaseTime
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
@@ -53,6 +53,7 @@ class JobRun(ABC):
         self.bytes: dict[str, tuple[int, int, int]] = {}  # by move: sent, found on the target, expected
         self.parts: dict[str, PhaseTime] = {}  # by name
         self.warnings: list[str] = []
+        self.changed_files: list[ChangedFile] = []  # after a rollback
         self.unconfirmed: list[str] = []  # ranks whose nodes have not confirmed the undo, and why
         self._clients: dict[str, DaemonClient] = {}
         self._opened = contextlib.AsyncExitStack()
@@ -342,4 +343,5 @@ def _result(run: JobRun, verdict: JobVerdict, reason: str, state: str, error: Sn
         remedy=error.advice if error is not None else "",
         exit_code=exit_code,
         warnings=run.warnings,
+        changed_files=sorted(run.changed_files, key=lambda one: (one.rank, one.path)),
     )

@@ -2112,12 +2112,15 @@ class ExamineRequest(_message.Message):
     GPU_FIELD_NUMBER: _builtins.int
     MOVE_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    CHANGED_FILES_FIELD_NUMBER: _builtins.int
     gpu: _builtins.str
     """requested GPU of the target, by UUID or index; empty: any that fits"""
     move: _builtins.str
     """as in InspectRequest"""
     resume: _builtins.bool
     """the rank is suspended: it has no process, and no memory on a GPU"""
+    changed_files: _builtins.str
+    """as in PrepareRequest; empty: files that are open for writing may not have changed"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
@@ -2132,10 +2135,11 @@ class ExamineRequest(_message.Message):
         gpu: _builtins.str = ...,
         move: _builtins.str = ...,
         resume: _builtins.bool = ...,
+        changed_files: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "gpu", b"gpu", "move", b"move", "resume", b"resume", "rewires", b"rewires"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_files", b"changed_files", "facts", b"facts", "gpu", b"gpu", "move", b"move", "resume", b"resume", "rewires", b"rewires"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2711,6 +2715,7 @@ class PrepareRequest(_message.Message):
     IMAGE_NODE_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
     REPLAYED_OUTPUT_FIELD_NUMBER: _builtins.int
+    CHANGED_FILES_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     source_endpoint: _builtins.str
     gpu: _builtins.str
@@ -2721,6 +2726,8 @@ class PrepareRequest(_message.Message):
     """… keep a copy of the image for its job's snapshot, and restore nothing"""
     replayed_output: _builtins.str
     """… after a rollback: "suppress", "mark" or "pass" what is printed again; empty: as its keeper was told"""
+    changed_files: _builtins.str
+    """… "restore", "keep" or "refuse" files that were open for writing and were deleted or replaced since; empty: restore"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
@@ -2748,10 +2755,11 @@ class PrepareRequest(_message.Message):
         image_node: _builtins.str = ...,
         keep: _builtins.bool = ...,
         replayed_output: _builtins.str = ...,
+        changed_files: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "facts", b"facts", "gpu", b"gpu", "image_node", b"image_node", "keep", b"keep", "move", b"move", "nodes", b"nodes", "ranks", b"ranks", "replayed_output", b"replayed_output", "source_endpoint", b"source_endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_files", b"changed_files", "coordinator", b"coordinator", "facts", b"facts", "gpu", b"gpu", "image_node", b"image_node", "keep", b"keep", "move", b"move", "nodes", b"nodes", "ranks", b"ranks", "replayed_output", b"replayed_output", "source_endpoint", b"source_endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3109,6 +3117,7 @@ class RestoreReply(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     NCCL_FIELD_NUMBER: _builtins.int
+    CHANGED_FILES_FIELD_NUMBER: _builtins.int
     held_receipt: _builtins.bytes
     seconds: _builtins.float
     nccl: _builtins.bool
@@ -3117,6 +3126,10 @@ class RestoreReply(_message.Message):
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
         """criu-restore; of a GPU rank also cuda-restore, unlock, refill"""
 
+    @_builtins.property
+    def changed_files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChangedFile]:
+        """after a rollback"""
+
     def __init__(
         self,
         *,
@@ -3124,14 +3137,52 @@ class RestoreReply(_message.Message):
         seconds: _builtins.float = ...,
         parts: _abc.Iterable[Global___Part] | None = ...,
         nccl: _builtins.bool = ...,
+        changed_files: _abc.Iterable[Global___ChangedFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_receipt", b"held_receipt", "nccl", b"nccl", "parts", b"parts", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_files", b"changed_files", "held_receipt", b"held_receipt", "nccl", b"nccl", "parts", b"parts", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestoreReply: _TypeAlias = RestoreReply  # noqa: Y015
+
+@_typing.final
+class ChangedFile(_message.Message):
+    """A file that was open for writing at a snapshot, and has changed since (snapshotd/moves/changed_file.py)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    BESIDE_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    change: _builtins.str
+    """grown, deleted, renamed, replaced, shortened, overwritten"""
+    action: _builtins.str
+    """cut-back, restored, kept, empty"""
+    beside: _builtins.str
+    """name, in its directory, of what was at its place or cut off"""
+    text: _builtins.str
+    """all of that, in words"""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        change: _builtins.str = ...,
+        action: _builtins.str = ...,
+        beside: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "beside", b"beside", "change", b"change", "path", b"path", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangedFile: _TypeAlias = ChangedFile  # noqa: Y015
 
 @_typing.final
 class TokenRequest(_message.Message):

@@ -76,6 +76,18 @@ def set_modes(folder: Path, modes: Mapping[str, int]) -> None:
     image_entries.store(path, files)
 
 
+def set_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Records the sizes that files have now: criu refuses to restore a file whose size differs."""
+    if not sizes:
+        return
+    path = folder / "files.img"
+    files = image_entries.load(path, pb.file_entry)
+    for entry in files:
+        if entry.type == _REG and entry.reg.name in sizes and entry.reg.HasField("size"):
+            entry.reg.size = sizes[entry.reg.name]
+    image_entries.store(path, files)
+
+
 def ghosts(folder: Path) -> list[tuple[str, str]]:
     """Of each unlinked file in the images: its former name, and the name that the restore gives it for a moment."""
     unlinked = {entry.orig_id: entry.remap_id for entry in _remaps(folder) if entry.remap_type == pb.GHOST}

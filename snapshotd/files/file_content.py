@@ -9,9 +9,9 @@ _BLOCK_BYTES = 1 << 20
 _COPY_BYTES = 1 << 30
 
 
-def copy(image: int, file: int) -> None:
-    """Copies the content, its holes as holes."""
-    size = os.fstat(image).st_size
+def copy(image: int, file: int, size: int | None = None) -> None:
+    """Copies the content, its holes as holes. `size`: only so many bytes of it."""
+    size = os.fstat(image).st_size if size is None else size
     offset = 0
     while offset < size:
         try:
@@ -20,7 +20,7 @@ def copy(image: int, file: int) -> None:
             if error.errno != errno.ENXIO:
                 raise
             break
-        end = os.lseek(image, begin, os.SEEK_HOLE)
+        end = min(size, os.lseek(image, begin, os.SEEK_HOLE))
         os.lseek(file, begin, os.SEEK_SET)
         while begin < end:
             count = os.sendfile(file, image, begin, min(_COPY_BYTES, end - begin))
@@ -31,13 +31,15 @@ def copy(image: int, file: int) -> None:
     os.ftruncate(file, size)
 
 
-def same(one: int, other: int) -> bool:
-    size = os.fstat(one).st_size
-    if size != os.fstat(other).st_size:
-        return False
+def same(one: int, other: int, size: int | None = None) -> bool:
+    """`size`: whether so many bytes are the same, whatever follows."""
+    if size is None:
+        size = os.fstat(one).st_size
+        if size != os.fstat(other).st_size:
+            return False
     offset = 0
     while offset < size:
-        block = os.pread(one, _BLOCK_BYTES, offset)
+        block = os.pread(one, min(_BLOCK_BYTES, size - offset), offset)
         if not block or block != os.pread(other, len(block), offset):
             return False
         offset += len(block)

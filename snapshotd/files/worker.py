@@ -25,7 +25,7 @@ import stat
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from snapshotd.files import closed, closed_place, cut_back, file_content, paths
+from snapshotd.files import closed, closed_place, cut_back, file_content, paths, put_back
 from snapshotd.sandbox.enter import enter
 from snapshotd.sandbox.privileges import CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, Ids
 from snapshotd.sandbox.profiles import Profile
@@ -302,6 +302,12 @@ def _cut_back(order: Order, _fds: list[int], _given: list[int], _undo: Undo) -> 
     return cut_back.order_cut(order["path"], order["inode"], order["size"], order["suffix"], _user_id)
 
 
+def _put_back(order: Order, fds: list[int], _given: list[int], _undo: Undo) -> Answer:
+    wanted = put_back.Wanted(*order["wanted"])
+    names = (order["suffix"], order["token"])
+    return put_back.order_put_back(order["path"], order["above"], fds[0], wanted, *names, order["put_back"])
+
+
 ORDERS: dict[str, Callable[[Order, list[int], list[int], Undo], Answer]] = {
     "become": _become,
     "folder": _folder,
@@ -317,6 +323,7 @@ ORDERS: dict[str, Callable[[Order, list[int], list[int], Undo], Answer]] = {
     "look_makeable": _look_makeable,
     "look_read": _look_read,
     "cut_back": _cut_back,
+    "put_back": _put_back,
     "closed_scan": lambda _order, fds, _given, _undo: closed.order_scan(fds, _user_id),
     "closed_pack": lambda _order, fds, _given, _undo: closed.order_pack(fds),
     "closed_same": lambda _order, fds, _given, _undo: closed.order_same(fds),

@@ -1,4 +1,4 @@
-"""The daemon's connection to the process that keeps device memory (snapshotd/holder/process.py).
+"""The daemon's connection to the process that keeps device memory, or files (snapshotd/holder/process.py).
 
 Invariant: memory is kept from the moment `keep` has returned until `drop`, whatever becomes of this daemon. Everything here
 blocks: call it in a thread.
@@ -29,10 +29,11 @@ _TRIES = 5
 
 
 class Holder:
-    """The holder of this node. It is started when it is first needed, and outlives this daemon while it keeps anything."""
+    """A holder of this node. It is started when it is first needed, and outlives this daemon while it keeps anything."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, keeps: str = "device memory") -> None:
+        """`keeps`: what it is for, for messages."""
+        self.path, self._keeps = path, keeps
         self._lock = threading.RLock()
         self._line: socket.socket | None = None
         self._users: set[str] = set()
@@ -50,7 +51,7 @@ class Holder:
             try:
                 if not fds:
                     if at < answer.get("total", 0):
-                        raise GpuFailed("the process that keeps device memory gave none", where=Where.SOURCE_FROZEN)
+                        raise GpuFailed(f"the process that keeps {self._keeps} gave none", where=Where.SOURCE_FROZEN)
                     return
                 yield [HeldBlock(*block) for block in answer["blocks"]], fds
                 at += len(fds)
@@ -127,7 +128,7 @@ class Holder:
                     if fresh and left and isinstance(error, ConnectionResetError | BrokenPipeError):
                         continue
                     raise GpuFailed(
-                        f"the process that keeps device memory on this node does not answer: {error}",
+                        f"the process that keeps {self._keeps} on this node does not answer: {error}",
                         where=Where.SOURCE_FROZEN,
                     ) from error
         if flags & socket.MSG_CTRUNC:
@@ -140,7 +141,7 @@ class Holder:
         answer = json.loads(blob)
         if "error" in answer:
             raise GpuFailed(
-                f"the process that keeps device memory refuses: {answer['error']}", where=Where.SOURCE_FROZEN
+                f"the process that keeps {self._keeps} refuses: {answer['error']}", where=Where.SOURCE_FROZEN
             )
         return answer, given
 
@@ -178,4 +179,4 @@ class Holder:
         ) as shell:
             assert shell.stdout is not None
             if shell.stdout.readline() != b"ready\n":
-                raise GpuFailed("the process that keeps device memory cannot be started", where=Where.SOURCE_RUNNING)
+                raise GpuFailed(f"the process that keeps {self._keeps} cannot be started", where=Where.SOURCE_RUNNING)

@@ -3,6 +3,7 @@
 It keeps descriptors of physical device memory, by a key, and does nothing else: no CUDA, no threads, no other module of this
 package. A descriptor alone keeps the memory on its GPU, so a rank's memory outlives the death of the rank's process, of the
 processes that copy it, and of the daemon, which finds it here when it is back. Only this process must not end meanwhile.
+Another one keeps files of snapshots in the same way (snapshotd/moves/kept_files.py): inode, size and device of each.
 
 Requests and answers are one JSON object per message, with at most BATCH descriptors:
 
@@ -132,7 +133,7 @@ def _locked(path: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
         time.sleep(_LOCK_AGAIN_S)
-    raise SystemExit("another process keeps device memory here")
+    raise SystemExit(f"another process serves {path}")
 
 
 def _user_of(client: socket.socket) -> int:

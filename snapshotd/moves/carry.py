@@ -15,7 +15,7 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,15 @@ class Carry:
         os.rename(self.ledger.with_suffix(".new"), self.ledger)
 
     def place(
-        self, folder: Path, facts: Sequence[pb.FileFact], user: User, journal: Callable[[list[Made]], None]
+        self,
+        folder: Path,
+        facts: Sequence[pb.FileFact],
+        user: User,
+        journal: Callable[[list[Made]], None],
+        left: Container[str] = (),
     ) -> dict[str, int]:
-        """Puts carried files where the rank expects them; journals those that are new, also if it fails. Blocking.
+        """Puts carried files where the rank expects them; journals those that are new, also if it fails. Blocking. `left`:
+        paths of files that stay as they are.
 
         If this daemon is killed before that, the children remove them. Directories come before their content. Returns the
         modes that differ from the facts: set-user-id, set-group-id and sticky bits are not carried. Raises Refused when a
@@ -87,6 +93,8 @@ class Carry:
         with _Placing(self, user) as placing:
             try:
                 for index, fact in enumerate(facts):
+                    if fact.path in left:
+                        continue
                     mode = placing.place(folder / f"carry-{index}", fact, made)
                     if mode != fact.mode:
                         modes[fact.path] = mode

@@ -40,6 +40,9 @@ class ImageDescription(msgspec.Struct, frozen=True, kw_only=True):
     new_files: list[pb.FileFact] = []  # mapped since preflight: the target has not compared them yet
     #: Processes whose image leaves out pages (snapshotd/criu/below.py): how often pages were sent before; 0: its parent's.
     below: dict[int, int] = {}
+    kept: str = (
+        ""  # of a snapshot: the move for which its node keeps descriptors of files (snapshotd/moves/kept_files.py)
+    )
     tree: TreeFacts | None = None  # None: from a daemon that does not know it yet; a target refuses that
 
     # its keeper

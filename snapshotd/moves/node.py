@@ -14,6 +14,7 @@ from snapshotd.holder.client import Holder
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves.carry import Carry
 from snapshotd.moves.journal import Journal
+from snapshotd.moves.kept_files import KeptFiles
 from snapshotd.moves.record import Begin
 from snapshotd.moves.reserve import Reserve
 from snapshotd.moves.saved import Late, Saved
@@ -35,6 +36,7 @@ class Node:
     gpus: Gpus
     room: Room
     holder: Holder
+    kept_files: KeptFiles
     connect: Callable[[str, str], Channel]  # a new connection to the daemon of (node, endpoint)
     lost: Callable[[RankEntry], Awaitable[None]]  # ends a rank whose keeper is dead, and reports it to its home
     #: Held during a dump in which criu makes links: it uses the same numbers in every dump, so two dumps would collide.

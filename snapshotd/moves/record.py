@@ -18,6 +18,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import Message
 
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.moves.changed_file import ChangedFile
 from snapshotd.moves.record_parts import (
     ClusterNode,
     GateProcess,
@@ -161,6 +162,8 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended_before: str = ""  # the last record by which copies of its job that ran were ended
     tethered: bool = False  # after a rollback: it must end if it is cut off from the coordinator
     replayed_output: str = ""  # after a rollback: what its home keeper does with output that is printed again
+    file_policy: str = ""  # after a rollback: what is done with files that were deleted or replaced since the snapshot
+    changed_files: list[ChangedFile] = []  # … and what was done
 
     # job: a rollback
     snapshot: str = ""  # whose images are the job
@@ -252,6 +255,8 @@ class Fields(TypedDict, total=False):
     ended_before: str
     tethered: bool
     replayed_output: str
+    file_policy: str
+    changed_files: list[ChangedFile]
     snapshot: str
     ends: str
     lost_nodes: list[str]

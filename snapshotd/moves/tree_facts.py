@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import stat as mode_of
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -33,6 +34,12 @@ class File(msgspec.Struct, frozen=True, array_like=True):
     size: int = 0
     mtime_ns: int = 0
     digest: str = ""  # of the content, if preflight has one; hex
+
+    @property
+    def is_named_file(self) -> bool:
+        """Whether it is a regular file whose name was not removed."""
+        is_named = self.link.startswith("/") and not self.link.endswith(maps.DELETED)
+        return self.kind == Kind.FILE.name and mode_of.S_ISREG(self.mode) and is_named
 
 
 class OpenFile(msgspec.Struct, frozen=True, array_like=True):

@@ -21,7 +21,7 @@ from snapshotd.preflight import target_files
 from snapshotd.preflight.arriving import Arriving, arriving, stays_bytes
 from snapshotd.preflight.node import KERNEL_ONLY_FLAGS
 from snapshotd.preflight.process_checks import criu_check, kernel_check
-from snapshotd.preflight.target_files import MayReplace, user_of
+from snapshotd.preflight.target_files import Changes, MayReplace, user_of
 from snapshotd.preflight.target_gpu import CONDITIONS, GpuOffer
 from snapshotd.preflight.verdict import guarded, listed, passed, refused, warned
 from snapshotd.proc import cgroup, cgroup_limits
@@ -47,10 +47,18 @@ class Offer:
     allow_root: bool = False
     memory_id: str = ""
     holds: bool = False
+    changed_files: str = ""
 
     @property
     def arriving(self) -> Arriving:
         return arriving(self.facts, holds=self.holds)
+
+    @property
+    def changes(self) -> Changes:
+        """Which files the restore puts back, or leaves as they are."""
+        if self.changed_files in ("", "refuse"):
+            return Changes.NONE
+        return Changes.HERE if self.facts.source_node == self.node.name else Changes.SHARED
 
 
 def examine(
@@ -65,6 +73,7 @@ def examine(
     memory_id: str = "",
     resumes: bool = False,
     holds: bool = False,
+    changed_files: str = "",
 ) -> list[Check]:
     """Verdicts about moving this rank here; never raises. Blocking (it examines files): run it in a thread.
 
@@ -73,11 +82,13 @@ def examine(
     requested GPU, in the form that snapshotd/cuda/pairing.py accepts. A rank without a GPU gets only one GPU check.
     `allow_root` is the node's policy for ranks of root. `memory_id` is this node's; the source may share it.
     `resumes`: the rank is suspended, and has no process. `holds`: memory on the GPU is filled while it arrives.
+    `changed_files`: as in PrepareRequest; then files that were open for writing may have changed.
     """
     wanted = TARGET_CHECKS | (GPU_CHECKS if facts.HasField("gpu") else {})
     gpu = GpuOffer(facts, node, gpu_wish, resumes)
     with UserLook(user_of(facts)) as look:
-        offer = Offer(facts, node, carry_paths, may_replace, restore_factor, gpu, look, allow_root, memory_id, holds)
+        policies = (allow_root, memory_id, holds, changed_files)
+        offer = Offer(facts, node, carry_paths, may_replace, restore_factor, gpu, look, *policies)
         return [guarded(name, check, offer) for name, check in wanted.items()]
 
 
@@ -171,11 +182,12 @@ ROOT_REMEDY = (
 
 
 def files(offer: Offer) -> Check:
-    return target_files.files("files", offer.facts, offer.look)
+    return target_files.files("files", offer.facts, offer.look, offer.changes)
 
 
 def carried_files(offer: Offer) -> Check:
-    return target_files.carried_files("carried-files", offer.facts, offer.carry_paths, offer.may_replace, offer.look)
+    paths, may_replace = offer.carry_paths, offer.may_replace
+    return target_files.carried_files("carried-files", offer.facts, paths, may_replace, offer.look, offer.changes)
 
 
 def closed_room(offer: Offer) -> Check:

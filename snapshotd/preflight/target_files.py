@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import stat as mode_of
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from functools import partial
 
 from snapshotd.api.snapshotd_pb2 import Check, FileFact, RankFacts
@@ -23,6 +24,15 @@ from snapshotd.proc.credentials import Identity
 
 #: Whether the file at a path, as it looks now, was left behind by an earlier move.
 MayReplace = Callable[[str, Seen], bool]
+
+
+class Changes(Enum):
+    """Which of the files that a rank had open for writing may have changed, because a rollback deals with them."""
+
+    NONE = auto()
+    SHARED = auto()  # those in a directory that both nodes share
+    HERE = auto()  # all of them: the rank had them on this node
+
 
 _NEVER_CARRIED = mode_of.S_ISUID | mode_of.S_ISGID | mode_of.S_ISVTX
 _KINDS = {
@@ -39,15 +49,17 @@ def user_of(facts: RankFacts) -> User:
     return file_user(Identity.of_proto(facts.identity), facts.rank.user_id) if facts.HasField("identity") else ROOT
 
 
-def files(name: str, facts: RankFacts, look: UserLook | None = None) -> Check:
+def files(name: str, facts: RankFacts, look: UserLook | None = None, changes: Changes = Changes.NONE) -> Check:
     """`look`: with whose eyes; by default those of the rank's user."""
     if look is None:
         with UserLook(user_of(facts)) as own:
-            return files(name, facts, own)
+            return files(name, facts, own, changes)
     wanted = [fact for fact in facts.files if not fact.carried]
     problems, sampled, barred = [], [], []
     look.prefetch(fact.path for fact in wanted if is_clean(fact.path))
     for fact in wanted:
+        if _may_change(fact, changes, look):
+            continue
         problem = difference(fact, look)
         if problem:
             problems.append(f"{fact.path}: {problem}")
@@ -144,6 +156,12 @@ def _may_be_renamed(fact: FileFact, look: UserLook) -> bool:
         return False
 
 
+def _may_change(fact: FileFact, changes: Changes, look: UserLook) -> bool:
+    if not fact.writable or changes is Changes.NONE or not is_clean(fact.path):
+        return False
+    return changes is Changes.HERE or (not fact.carried and _may_be_renamed(fact, look))
+
+
 def _same_times(fact: FileFact, look: UserLook) -> bool:
     try:
         return look.stat(fact.path).mtime_ns == fact.mtime_ns
@@ -152,13 +170,20 @@ def _same_times(fact: FileFact, look: UserLook) -> bool:
 
 
 def carried_files(
-    name: str, facts: RankFacts, carry_paths: Sequence[str], may_replace: MayReplace, look: UserLook
+    name: str,
+    facts: RankFacts,
+    carry_paths: Sequence[str],
+    may_replace: MayReplace,
+    look: UserLook,
+    changes: Changes = Changes.NONE,
 ) -> Check:
     """A carried file needs a free path: a file that is already there, and that no move left behind, may belong to a user."""
     wanted = [fact for fact in facts.files if fact.carried]
     problems, foreign = [], []
     user = user_of(facts)
     for fact in wanted:
+        if _may_change(fact, changes, look):
+            continue
         problem = _obstacle(fact, carry_paths, may_replace, look)
         if not problem and (owner := user.could_not_own(fact.user_id, fact.group_id)) and not _is_there(fact, look):
             foreign.append(f"{fact.path}: {owner}")

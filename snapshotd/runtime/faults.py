@@ -35,6 +35,9 @@ class Point(StrEnum):
     STOPPED = "stopped"  # SIGSTOP sent, cgroup not yet frozen
     FREEZE = "freeze"
     BEFORE_DUMP = "before-dump"
+    FILES_KEPT = (
+        "files-kept"  # of a snapshot: what the rank has open for writing outlives it now; nothing is dumped yet
+    )
     DUMPING = "dumping"  # criu has seized the tree and is writing
     STREAM = "stream"
     BEFORE_COMMIT = "before-commit"
@@ -48,6 +51,7 @@ class Point(StrEnum):
     RECEIVING = "receiving"
     SEAL = "seal"
     BEFORE_RESTORE = "before-restore"
+    FILES_PUT_BACK = "files-put-back"  # after a rollback: the rank's files are as they were; nothing is restored yet
     KEEPER_STARTED = "keeper-started"  # the guest keeper runs, and this daemon does not know its pid yet
     RESTORING = "restoring"  # criu restore is running
     CUDA_RESTORED = "cuda-restored"  # the driver has restored device memory on the target's GPU, still locked

@@ -114,6 +114,28 @@ def test_launchers_pass_it_on_to_their_workers() -> None:
     wanted = protection.Wanted("5m", ("--lab", "mine"))
     assert protection.wanted(None, None, None, wanted.variables) == wanted
     assert wanted.options == ["--protect", "5m", "--lab", "mine"]
+    keeps = protection.Wanted("5m", (), "keep")
+    assert protection.wanted(None, None, None, keeps.variables) == keeps
+    assert keeps.options == ["--protect", "5m", "--changed-files", "keep"]
+
+
+def test_what_happens_to_changed_files_is_passed_on_to_the_protection(
+    kept: Kept, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*options: str) -> list[str]:
+        assert migrator("run", "--protect", "5m", *options, "--", "cmd").code != run.FAILED
+        assert kept.companion is not None
+        made = list(kept.companion("cmd-0-0a0b0c0d"))
+        return made[made.index("--every") + 2 : made.index("--for-keeper")]
+
+    assert asked() == []
+    assert asked("--changed-files", "refuse") == ["--changed-files", "refuse"]
+    monkeypatch.setenv("MIGRATOR_CHANGED_FILES", "keep")
+    assert asked() == ["--changed-files", "keep"]
+    assert asked("--changed-files", "restore") == []
+    monkeypatch.setenv("MIGRATOR_CHANGED_FILES", "burn")
+    assert migrator("run", "--protect", "5m", "--", "cmd").code == run.FAILED
+    assert migrator("run", "--protect", "5m", "--changed-files", "burn", "--", "cmd").code == run.FAILED
 
 
 def test_replayed_output_is_that_of_the_option_or_the_launcher(

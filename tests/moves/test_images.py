@@ -18,6 +18,7 @@ from snapshotd.moves.jobs import stored
 from snapshotd.moves.jobs.home_keepers import HomeKeepers
 from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.journal import Journal, MoveLog
+from snapshotd.moves.kept_files import KeptFiles
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.proc import host
@@ -59,6 +60,7 @@ class Store:
         config = SimpleNamespace(node="node-1", advertise="e")
         store = ImageStore(self.folder / "snapshots")
         node: Any = SimpleNamespace(journal=self.journal, suspended=suspended, store=store, config=config)
+        node.kept_files = KeptFiles(self.folder / "files.sock")
         node.store_of = lambda begin: store if begin.kind else suspended
         return StoredImages(node, HomeKeepers(self.journal, self._tell))
 

@@ -69,6 +69,11 @@ class StoredImages:
             move_log = self.node.journal.find(move)
             if move_log is not None and move_log.begin.kind and move_log.ended_unix_s and not self._kept(move_log):
                 self.node.store.drop(move)
+        self.node.kept_files.sweep(self._needs_files)
+
+    def _needs_files(self, move: str) -> bool:
+        move_log = self.node.journal.find(move)
+        return move_log is not None and (not move_log.ended_unix_s or self._kept(move_log))
 
     def _kept(self, move_log: MoveLog) -> bool:
         return bool(move_log.begin.coordinator and move_log.committed and not move_log.whole().dropped)
@@ -177,6 +182,7 @@ class StoredImages:
         if given_up:
             await in_thread(self.home_keepers.remember, store.path(image), move_log, ended)
         await in_thread(move_log.mark, Mark.SETTLED, dropped=reason or "dropped")
+        await in_thread(self.node.kept_files.drop, image)
         await in_thread(store.drop, image)
         if given_up:
             self.home_keepers.end(move_log)

@@ -70,6 +70,7 @@ class Departure:
         elif move_log.begin.kind == "snapshot":
             await in_thread(twins.end, self.node, move_log)
         if move_log.begin.coordinator:
+            await in_thread(self.node.kept_files.drop, move_log.move)
             await in_thread(self.node.store_of(move_log.begin).drop, move_log.move)
         if move_log.known.continued:
             await self._close(moving)

@@ -26,21 +26,21 @@ import msgspec
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Changed, CriuFailed, Damaged, RankGone, Refused, Unreachable, Where
+from snapshotd.api.errors import Changed, CriuFailed, Damaged, RankGone, Unreachable, Where
 from snapshotd.criu import below, links, session
 from snapshotd.files.as_user import User, user_of_rank
-from snapshotd.files.held import Held, open_held
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.closed_files import Ahead
 from snapshotd.moves.description import FILE, ImageDescription
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.offload import Offload
 from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.kept_files import Small
 from snapshotd.moves.node import Node
 from snapshotd.moves.precopied import Precopied
 from snapshotd.moves.record_parts import OffloadedMemory
 from snapshotd.moves.rules import Mark
-from snapshotd.moves.source import closed_files, image_fifos, large_memory, left_out
+from snapshotd.moves.source import closed_files, image_fifos, large_memory, left_out, open_files
 from snapshotd.moves.source.channel import Opening, opened_beside
 from snapshotd.moves.source.describe import describe
 from snapshotd.moves.source.large_memory import LargeMemory
@@ -91,6 +91,7 @@ class Dump:
         self.linked: list[links.Linked] = []  # files that criu will make links to
         self.layers: Sequence[below.Layer] = []  # pages that criu leaves out
         self.large: Sequence[LargeMemory] = []
+        self.kept: list[Small] = []
 
     def progress(self, *, last: bool = False) -> pb.Progress:
         sender = self.sender
@@ -199,7 +200,11 @@ class Dump:
                 *(self.log.record, self.entry, self.facts, pids, carried, new_files, device),
                 by_device_channel=by_device_channel,
             )
-        return carried, description
+        if self.log.begin.kind == "snapshot" and description.tree is not None:
+            order = (self.log.move, pids, description.tree, self.node.config.carry_paths)
+            self.kept = await in_thread(self.node.kept_files.keep, *order)
+            await reach(Point.FILES_KEPT)
+        return carried, msgspec.structs.replace(description, kept=self.log.move if self.log.begin.kind else "")
 
     async def _find_pages(self, pids: list[int]) -> None:
         """Finds the pages that criu leaves out."""
@@ -236,7 +241,10 @@ class Dump:
                             group.create_task(self.sender.put_file(name, self.images / name))
             for index, fact in enumerate(carried.facts):
                 if stat.S_ISREG(fact.mode):
-                    await self._send_carried(f"carry-{index}", fact.path, carried.held[fact.path], user)
+                    held = carried.held[fact.path]
+                    await open_files.send_carried(self.sender, f"carry-{index}", fact.path, held, user)
+            for name, held in self.kept:
+                await open_files.send_kept(self.sender, name, held, user)
             for name, path in follow.items():
                 await self.sender.put_file(name, path)
             described = msgspec.structs.replace(description, below=below.described(self.layers))
@@ -251,22 +259,6 @@ class Dump:
             return await closed_files.send_rest(
                 self.node, self.log, self.entry, sender, self.ahead, carried.facts, user
             )
-
-    async def _send_carried(self, name: str, path: str, held: Held, user: User) -> None:
-        """Sends a file as the rank itself has it open or mapped: its path may lead to another user's file by now."""
-        assert self.sender is not None
-        try:
-            fd = await in_thread(open_held, held, user)
-        except OSError as error:
-            raise Refused(
-                f"carried-files: {path} cannot be read with the rights of user {user.user_id}: {error}",
-                remedy="have the job close the file, or open it for reading too, and retry",
-                where=Where.SOURCE_FROZEN,
-            ) from error
-        try:
-            await self.sender.put_open_file(name, fd)
-        finally:
-            os.close(fd)
 
     async def _criu_in_turn(self, written: asyncio.Event) -> None:
         if not self.linked:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Where, WrongState
 from snapshotd.keepers.ranks import RankEntry
+from snapshotd.moves import kept_files
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
@@ -73,7 +74,8 @@ async def make_room(node: Node, moving: Moving, entry: RankEntry) -> None:
         facts.gpu.offloaded_bytes = moving.offload.expected_bytes if moving.offload is not None else 0
     needed_bytes = facts.memory_bytes + facts.carried_bytes
     if move_log.begin.kind == "snapshot":  # the stripe files themselves become part of the image
-        needed_bytes = max(0, needed_bytes - facts.gpu.offloaded_bytes)
+        needed_bytes = max(0, needed_bytes - facts.gpu.offloaded_bytes) + kept_files.ROOM_BYTES
+        await in_thread(node.kept_files.ready, move_log.move, facts)
     await in_thread(node.store_of(move_log.begin).create, move_log.move, needed_bytes)
 
 

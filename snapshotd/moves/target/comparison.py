@@ -13,7 +13,7 @@ import os
 import re
 import stat as mode_of
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from snapshotd.files import paths
 from snapshotd.moves.tree_facts import File, MappedFile, ProcessFacts, TreeFacts
@@ -34,12 +34,18 @@ _CREDENTIALS = tuple(Credentials.__struct_fields__)
 
 
 def differences(
-    source: TreeFacts, copy: TreeFacts, *, other_names: Mapping[str, str], carry_paths: Sequence[str]
+    source: TreeFacts,
+    copy: TreeFacts,
+    *,
+    other_names: Mapping[str, str],
+    carry_paths: Sequence[str],
+    changed: Container[str] = (),
 ) -> list[str]:
     """How the restored copy differs from its source, each difference in a sentence. Blocks.
 
-    `other_names` maps the removed name of a file to the one under which it was moved."""
-    found = _Comparison(source.files, copy.files, other_names, carry_paths)
+    `other_names` maps the removed name of a file to the one under which it was moved. `changed`: files that have other
+    content, as the user wants it."""
+    found = _Comparison(source.files, copy.files, other_names, carry_paths, changed)
     wanted = {process.pid: process for process in source.processes}
     here = {process.pid: process for process in copy.processes}
     found.problems += [f"process {pid} was not restored" for pid in wanted if pid not in here]
@@ -51,9 +57,15 @@ def differences(
 
 class _Comparison:
     def __init__(
-        self, there: list[File], here: list[File], other_names: Mapping[str, str], carry_paths: Sequence[str]
+        self,
+        there: list[File],
+        here: list[File],
+        other_names: Mapping[str, str],
+        carry_paths: Sequence[str],
+        changed: Container[str],
     ) -> None:
         self.problems: list[str] = []
+        self._changed = changed
         self._there, self._here = there, here
         self._other_names, self._carry_paths = other_names, carry_paths
         self._known: dict[tuple[int, int, bool], str] = {}
@@ -162,7 +174,8 @@ class _Comparison:
         ignored = _NEVER_CARRIED if is_carried(here.link, self._carry_paths) else 0
         if (there.mode ^ here.mode) & ~ignored:
             return f"has mode {here.mode:o}, on the source {there.mode:o}"
-        if kind == Kind.FILE.name and content and not self._same_content(there, here):
+        has_content = content and there.link not in self._changed
+        if kind == Kind.FILE.name and has_content and not self._same_content(there, here):
             return "has another size, time and content than on the source"
         return ""
 

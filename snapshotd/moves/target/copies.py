@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Usage
-from snapshotd.moves import job_rules
+from snapshotd.moves import job_rules, kept_files
 from snapshotd.moves.job_rules import Answer, CopyDecision
 from snapshotd.moves.jobs import asking, stored
 from snapshotd.moves.journal import MoveLog, check_move_id
@@ -38,7 +38,8 @@ async def prepare(node: Node, signatures: SourceSignatures, request: pb.PrepareR
     said = await resumed.check_coordinator(node, request)
     await signatures.meet(facts.source_node, request.source_endpoint)
     await reach(Point.BEFORE_PREPARE)
-    await in_thread(node.store.create, request.move, facts.memory_bytes + facts.carried_bytes)
+    needed_bytes = facts.memory_bytes + facts.carried_bytes + kept_files.ROOM_BYTES
+    await in_thread(node.store.create, request.move, needed_bytes)
     begin = Begin(
         move=request.move,
         role="target",

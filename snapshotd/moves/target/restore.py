@@ -35,7 +35,8 @@ from snapshotd.moves.peers.forwarding import moved_listeners
 from snapshotd.moves.record import Begin, Fields
 from snapshotd.moves.record_parts import ClusterNode, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
-from snapshotd.moves.target import arrived_image, comparison, grown_files, guest_keeper
+from snapshotd.moves.target import arrived_image, changed_files, comparison, guest_keeper
+from snapshotd.moves.target.changed_files import Settled
 from snapshotd.moves.target.limits import set_limits
 from snapshotd.moves.tree_facts import TreeFacts
 from snapshotd.net.places import Places
@@ -59,6 +60,7 @@ class Restore:
     def __init__(self, node: Node, move_log: MoveLog) -> None:
         self.node, self.log = node, move_log
         self.link: asyncio.Future[KeeperLink] = asyncio.get_running_loop().create_future()
+        self.files = Settled()  # after a rollback
 
     async def run(
         self, parts: Parts, incoming: Incoming | None = None, fills: Fills | TakeOver | None = None
@@ -75,8 +77,9 @@ class Restore:
         if (
             self.log.record.tethered and self.log.record.ended_before
         ):  # what was written since the snapshot is written again
-            with span("cut files back"):
-                await in_thread(self._cut_back, image, described)
+            with span("put files back"):
+                self.files = await in_thread(changed_files.put_back, self.node, self.log, folder, image, described)
+            await reach(Point.FILES_PUT_BACK)
         with span("place files"):
             await self._place_and_mend(folder, image)
         placing = asyncio.create_task(in_thread(self._place_closed, folder, image))  # criu needs none of these files
@@ -197,9 +200,11 @@ class Restore:
         def journal(made: list[Made]) -> None:
             self.log.mark(Mark.RESTORING, made=made, rank_user=user)
 
-        placing = asyncio.create_task(in_thread(self.node.carry.place, folder, image.carried, user, journal))
+        order = (folder, image.carried, user, journal, self.files.left)
+        placing = asyncio.create_task(in_thread(self.node.carry.place, *order))
         try:
             await in_thread(images.mend, folder, image.other_names)
+            await in_thread(images.set_sizes, folder, self.files.sizes)
             await in_thread(images.mend_threads, folder)
             await in_thread(layers.build, folder, image.below)
             ghosts = await in_thread(_free_ghosts, folder)
@@ -208,15 +213,6 @@ class Restore:
             await asyncio.gather(placing, return_exceptions=True)
             await in_thread(self.log.mark, Mark.RESTORING, ghosts=ghosts)
         await in_thread(images.set_modes, folder, modes)
-
-    def _cut_back(self, image: ImageDescription, described: TreeFacts) -> None:
-        grown_files.cut_back(
-            described,
-            file_user(image.identity, image.user_id),
-            self.log.record.ended_before.split()[-1],
-            self.node.config.carry_paths,
-            same_node=self.log.record.from_node == self.node.config.node,
-        )
 
     def _place_closed(self, folder: Path, image: ImageDescription) -> None:
         user = file_user(image.identity, image.user_id)
@@ -259,7 +255,11 @@ class Restore:
         """Raises Refused unless the restored copy has exactly what the source described, and its user may have it here."""
         copy = tree_facts.gather(pids)
         found = comparison.differences(
-            described, copy, other_names=image.other_names, carry_paths=self.node.config.carry_paths
+            described,
+            copy,
+            other_names=image.other_names,
+            carry_paths=self.node.config.carry_paths,
+            changed=self.files.sizes,
         )
         if found:
             raise verify.refuse(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, Refused, SnapshotError, Unreachable, Usage, Where, WrongState
+from snapshotd.moves.changed_file import Policy
 from snapshotd.moves.journal import check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
@@ -33,6 +34,13 @@ def planned(request: pb.PrepareRequest) -> tuple[list[pb.Rewire], list[ClusterNo
         if check.verdict == pb.Check.REFUSE:
             raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SUSPENDED)
     return rewires, [ClusterNode.of(node) for node in request.nodes]
+
+
+def file_policy(request: pb.PrepareRequest) -> str:
+    """What is done with files that have changed since the snapshot. Raises Usage."""
+    if request.changed_files and request.changed_files not in set(Policy):
+        raise Usage(f"{request.changed_files!r} is none of {', '.join(Policy)}")
+    return request.changed_files
 
 
 def must_be_first(moves: Iterable[Moving], rank_uid: str) -> None:

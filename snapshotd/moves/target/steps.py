@@ -31,7 +31,7 @@ from snapshotd.cuda import pairing
 from snapshotd.files.as_user import spares
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.keepers.relay import Relays
-from snapshotd.moves import job_rules, rules
+from snapshotd.moves import job_rules, kept_files, rules
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
@@ -81,6 +81,7 @@ class TargetSteps(TargetSettling):
                 allow_root=self.node.config.allow_root_ranks,
                 memory_id=self.node.room.machine,
                 resumes=request.resume,
+                changed_files=request.changed_files,
                 holds=self.node.config.hold_device_memory and not request.resume,
             )
         )
@@ -127,7 +128,7 @@ class TargetSteps(TargetSettling):
             used = {use.uuid for use in facts.gpu.uses}
             comes = preflight.arriving(facts, holds=config.hold_device_memory and not resumes)
             window_bytes = comes.stripes_bytes if comes.windowed else 0
-            size_bytes = comes.all_bytes + facts.carried_bytes
+            size_bytes = comes.all_bytes + facts.carried_bytes + (kept_files.ROOM_BYTES if resumes else 0)
             await in_thread(self.node.store.create, request.move, size_bytes, window_bytes)
             begin = Begin(
                 move=request.move,
@@ -163,6 +164,7 @@ class TargetSteps(TargetSettling):
                 ended_before=said.ended,
                 tethered=said.tethered,
                 replayed_output=request.replayed_output,
+                file_policy=resumed.file_policy(request),
             )
         self.track(move_log)
         with span("start spares"):
@@ -237,8 +239,14 @@ class TargetSteps(TargetSettling):
                 log.info("restored rank %s, held", moving.log.begin.rank)
                 await reach(Point.RESTORE)
         receipt = rules.proof(moving.log.nonce, "HELD", move)
-        nccl = bool(moving.log.record.nccl_processes)
-        return pb.RestoreReply(held_receipt=receipt, seconds=host.boottime_s() - began, parts=parts.all, nccl=nccl)
+        record = moving.log.record
+        return pb.RestoreReply(
+            held_receipt=receipt,
+            seconds=host.boottime_s() - began,
+            parts=parts.all,
+            nccl=bool(record.nccl_processes),
+            changed_files=[one.to_proto() for one in record.changed_files],
+        )
 
     async def _restore(self, moving: Moving, parts: Parts) -> None:
         move = moving.log.move

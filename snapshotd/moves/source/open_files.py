@@ -1,0 +1,43 @@
+"""Sends files with an image as the rank itself has them open or mapped: a path may lead to another user's file by now."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from snapshotd.api.errors import Refused, Where
+from snapshotd.files.as_user import User
+from snapshotd.files.held import Held, open_held
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport.image.sender import Sender
+
+log = logging.getLogger(__name__)
+
+
+async def send_carried(sender: Sender, name: str, path: str, held: Held, user: User) -> None:
+    """Sends a file that moves with the rank. Raises Refused if its user cannot read it."""
+    try:
+        fd = await in_thread(open_held, held, user)
+    except OSError as error:
+        raise Refused(
+            f"carried-files: {path} cannot be read with the rights of user {user.user_id}: {error}",
+            remedy="have the job close the file, or open it for reading too, and retry",
+            where=Where.SOURCE_FROZEN,
+        ) from error
+    try:
+        await sender.put_open_file(name, fd)
+    finally:
+        os.close(fd)
+
+
+async def send_kept(sender: Sender, name: str, held: Held, user: User) -> None:
+    """Sends a small file for a rollback, which does without it if it can."""
+    try:
+        fd = await in_thread(open_held, held, user)
+    except OSError as error:
+        log.warning("a file that the rank has open for writing is not copied: %s", error)
+        return
+    try:
+        await sender.put_open_file(name, fd)
+    finally:
+        os.close(fd)
