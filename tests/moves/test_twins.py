@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import pytest
 
-from snapshotd.api.errors import GpuFailed, Undone, WrongState
+from snapshotd.api.errors import GpuFailed, Timeout, Undone, WrongState
 from snapshotd.criu import page_ranges
 from snapshotd.inprocess import shimctl
 from snapshotd.moves.jobs import stored
@@ -219,6 +219,18 @@ async def test_copy_ends_before_the_rank_runs_out_of_memory(rank: Rank, monkeypa
     made.save_soon()
     saved = await rank.node.saving[MOVE, Late.HOST]
     assert "memory has run out while it was copied: cgroup job leaves the rank 1 MiB" in saved.failure
+
+
+async def test_rank_goes_on_although_its_twin_cannot_be_killed(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(_move_log: object) -> None:
+        raise Timeout("cgroup twins is still populated after 20 s")
+
+    monkeypatch.setattr(twins, "sweep", stuck)
+    made = rank.twins()
+    made.find()
+    made.reserve()
+    await made.close()
+    assert rank.room.free().reserved_bytes == 0
 
 
 class Large:

@@ -75,10 +75,7 @@ def make(node: Node, move_log: MoveLog, group: Cgroup) -> list[Twin]:
         log.warning(
             "memory is copied while the rank waits: %s", error.message if isinstance(error, SnapshotError) else error
         )
-    try:
-        end(node, move_log)
-    except (SnapshotError, OSError) as error:  # it ends by itself
-        log.error("a twin of move %s is not ended: %s", move_log.move, error)
+    end(node, move_log)
     return []
 
 
@@ -161,17 +158,17 @@ def sweep(move_log: MoveLog) -> None:
 
 
 def end(node: Node, move_log: MoveLog) -> None:
-    """The same, and nothing is reserved for them any more. Idempotent. Blocking."""
-    sweep(move_log)
+    """The same, and nothing is reserved for them any more. Raises nothing: the rank goes on, whatever becomes of them."""
+    end_left(move_log)
     node.room.give_up(_purpose(move_log.move))
 
 
 def end_left(move_log: MoveLog) -> None:
-    """When the daemon starts: what was being copied from twins is lost with its predecessor. Raises nothing. Blocking."""
+    """When the daemon starts, too: what was copied from twins is lost with its predecessor. Raises nothing. Blocking."""
     if move_log.begin.kind == "snapshot" and move_log.record.cgroup:
         try:
             sweep(move_log)
-        except (OSError, SnapshotError) as error:  # they end by themselves, and the daemon must serve its ranks
+        except (OSError, SnapshotError) as error:  # they end by themselves
             log.error("twins of move %s are not ended: %s", move_log.move, error)
 
 
