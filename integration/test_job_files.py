@@ -32,7 +32,7 @@ class Scratch:
     def __init__(self, nodes: Cluster, size_bytes: int = 0) -> None:
         self.nodes, self.size_bytes = nodes, size_bytes
         self.folder = self._folder()
-        self.file = self.folder / "work" / "data.tmp"
+        self.file = self._file()
         self.do, self.end = self.folder / "do", self.folder / "end"
         arguments = ["--file", self.file, "--bytes", size_bytes, "--do", self.do, "--end-file", self.end]
         self.job = self._start([str(word) for word in arguments])
@@ -43,6 +43,9 @@ class Scratch:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         return folder
+
+    def _file(self) -> Path:
+        return self.folder / "work" / "data.tmp"
 
     def _start(self, arguments: list[str]) -> Job:
         return self.nodes.workload(ONE, "scratch.py", *arguments)
@@ -102,7 +105,8 @@ class Scratch:
             content += f"{step} {state.hex()}\n".encode()
             lines.append(f"step {step} {state.hex()[:16]}")
         assert self.job.lines() == [*lines, "DONE", f"content {hashlib.sha256(content).hexdigest()}"]
-        assert self.file.read_bytes() == content
+        if self.file.is_relative_to(self.folder):  # else only the node sees it
+            assert self.file.read_bytes() == content
         self.assert_nothing_is_left()
 
     def assert_nothing_is_left(self) -> None:
@@ -205,6 +209,30 @@ def test_rollback_is_refused_and_then_made_with_another_policy(scratch: Scratch)
     scratch.job.end_soon(scratch.end)
     assert scratch.job.finish() == 0
     scratch.assert_nothing_is_left()
+
+
+class CarriedScratch(Scratch):
+    """Its file is below a carry path, where each node has its own."""
+
+    def _file(self) -> Path:
+        return Path("/tmp", f"scratch-{os.getpid()}", "data.tmp")
+
+
+@pytest.mark.timeout(600)
+def test_carried_file_that_has_changed_becomes_that_of_the_image(nodes: Cluster) -> None:
+    """Also one that was shortened: the image has all of it. On another node there is nothing to put back."""
+    scratch = CarriedScratch(nodes, LARGE)
+    scratch.snapshot()
+    for what, change in (("shorten", "shortened"), ("replace", "replaced"), ("delete", "deleted")):
+        scratch.fail(what)
+        (changed,) = scratch.ask("rollback")["changed_files"]
+        assert (changed["path"], changed["change"], changed["action"]) == (str(scratch.file), change, "restored")
+        assert bool(changed["beside"]) == (change != "deleted")
+        scratch.job.await_progress(3)
+    scratch.fail("replace")
+    assert scratch.ask("rollback", "--on", f"0={TWO}")["changed_files"] == []
+    scratch.job.await_progress(3)
+    scratch.assert_ends_well()
 
 
 class ScratchOfUser(Scratch):

@@ -59,11 +59,12 @@ class Data:
             return files.reopen(handle)
 
     def now(self, index: int, file: File) -> str:
-        """The path of a file that was renamed; empty: it has none, or was not kept."""
+        """The path of a file that was renamed; empty: it has none, was not kept, or a rollback before has set it aside."""
         if (handle := self._handle(index, file)) is None or not os.fstat(handle).st_nlink:
             return ""
         path = os.readlink(f"/proc/self/fd/{handle}")
-        return "" if path == file.link or path.endswith(DELETED) else path
+        is_ours = path.startswith(f"{file.link}.rolled-back-")
+        return "" if is_ours or path == file.link or path.endswith(DELETED) else path
 
     def _handle(self, index: int, file: File) -> int | None:
         handle = self.descriptors.get(index)
