@@ -19,6 +19,7 @@ from typing import Any
 from migrator.lab import Lab
 from migrator.lab.layout import Record
 from snapshotd.api.errors import Busy
+from snapshotd.moves.source import twins
 
 #: Empty unless pytest-xdist runs the suite in several processes.
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -243,8 +244,14 @@ class Cluster:
 
     def processes_of(self, marker: str) -> list[int]:
         """Like the function of that name, but only in this lab: other labs on this machine may run the same programs."""
-        group = f"/{self.lab.layout.cgroup.name}/"
-        return [pid for pid in processes_of(marker) if group in _cgroup_of(pid)]
+        return [pid for pid in processes_of(marker) if self._has(pid)]
+
+    def twins_of(self, marker: str) -> list[int]:
+        """The twins in this lab of processes with this marker."""
+        return [pid for pid in _with_marker(marker) if is_twin(pid) and self._has(pid)]
+
+    def _has(self, pid: int) -> bool:
+        return f"/{self.lab.layout.cgroup.name}/" in _cgroup_of(pid)
 
     def run_dir(self, node: str) -> Path:
         """A node's /run/snapshotd, as seen from the host."""
@@ -306,8 +313,20 @@ def pids_in(procs: Path) -> list[int]:
     return []
 
 
+def is_twin(pid: int) -> bool:
+    """Whether it only keeps memory of a rank for a snapshot: it has the rank's command line, and is no copy of it."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() == twins.NAME
+    except OSError:
+        return False
+
+
 def processes_of(marker: str) -> list[int]:
-    """The pids of processes on this machine whose command line contains `marker`, without keepers."""
+    """The pids of processes on this machine whose command line contains `marker`, without keepers and twins."""
+    return [pid for pid in _with_marker(marker) if not is_twin(pid)]
+
+
+def _with_marker(marker: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -3,19 +3,16 @@ rank had, page by page, and whatever is killed, the rank goes on, no twin is lef
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from integration.harness import PATIENCE_S, SHORT_LEASE, Cluster, Job, until
 from integration.job_device_memory import ask, asking
 from integration.offloads import UNDONE
-from snapshotd.moves.source.twins import NAME
 from snapshotd.runtime.faults import Point
 from tests.kernel import needs_page_scans
 
@@ -27,18 +24,7 @@ PROGRAM = "dirty.py"
 
 
 def twins(nodes: Cluster) -> list[int]:
-    """The twins in this lab, also those that are in a rank's cgroup still."""
-    found = []
-    for pid in nodes.processes_of(PROGRAM):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == NAME:
-                found.append(pid)
-    return found
-
-
-def rank_of(nodes: Cluster) -> int:
-    (pid,) = [pid for pid in nodes.processes_of(PROGRAM) if pid not in twins(nodes)]
-    return pid
+    return nodes.twins_of(PROGRAM)
 
 
 class Dirty:
@@ -61,10 +47,14 @@ class Dirty:
         self.job.await_progress()
         until("all twins to end", lambda: not twins(self.nodes))
 
+    def kill(self) -> None:
+        (rank,) = self.nodes.processes_of(PROGRAM)
+        os.kill(rank, signal.SIGKILL)
+
     def rolls_back(self) -> None:
         """To the last snapshot that counts, after a loss."""
         self.goes_on()
-        os.kill(rank_of(self.nodes), signal.SIGKILL)
+        self.kill()
         ask(self.nodes, "rollback", self.job.name)
         self.goes_on()
 
@@ -129,7 +119,7 @@ def test_snapshot_whose_twin_is_killed_does_not_count(dirty: Dirty) -> None:
 def test_rank_that_is_killed_while_its_twin_is_copied_comes_back(dirty: Dirty) -> None:
     dirty.snapshot()
     with asking(dirty.nodes, ONE, Point.COPYING, "wait", "snapshot", dirty.job.name):
-        os.kill(rank_of(dirty.nodes), signal.SIGKILL)
+        dirty.kill()
     until("all twins to end", lambda: not twins(dirty.nodes))
     until("the rollback", lambda: dirty.nodes.migrator("job", "rollback", dirty.job.name).returncode == 0)
     dirty.goes_on()

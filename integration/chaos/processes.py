@@ -6,16 +6,18 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from integration.harness import Cluster, files_below, pids_in
+from integration.harness import Cluster, files_below, is_twin, pids_in
 
 _KEEPERS = {b"migrator.cli", b"shim.keeper.guest"}
 
 
 def of_lab(nodes: Cluster) -> Iterator[tuple[int, list[bytes], Path]]:
-    """Process id, words of the command line, and cgroup of each process."""
+    """Process id, words of the command line, and cgroup of each process, without twins."""
     for procs in files_below(nodes.lab.layout.cgroup, "cgroup.procs"):
         for pid in pids_in(procs):
             with contextlib.suppress(OSError):
+                if is_twin(pid):
+                    continue
                 yield pid, Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"), procs.parent
 
 
