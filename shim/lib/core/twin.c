@@ -35,7 +35,6 @@ static void live(int64_t until_ns)
 	uint64_t all = ~(uint64_t)0;
 
 	KERNEL(SYS_rt_sigprocmask, SIG_SETMASK, &all, NULL, sizeof(all));
-	KERNEL(SYS_prctl, PR_SET_NAME, "snapshim-twin", 0, 0, 0);
 	KERNEL(SYS_setsid); /* signals of the job's group and terminal are not for it */
 	while (now_ns() < until_ns)
 		pause_us(NAP_US);
@@ -48,6 +47,8 @@ static int between(void *argument)
 	struct order *order = argument;
 	long pid = KERNEL(NR_CLOSE_RANGE, 0, ~0U, UNSHARE_DESCRIPTORS);
 
+	/* Before it exists: the daemon ends processes of this name that it has lost sight of. */
+	KERNEL(SYS_prctl, PR_SET_NAME, "snapshim-twin", 0, 0, 0);
 	if (pid == 0)
 		pid = KERNEL(SYS_clone, CLONE_UNTRACED, 0, 0, 0, 0);
 	if (pid == 0)
