@@ -64,15 +64,15 @@ def add(verbs: arguments.Verbs) -> None:
     parser.add_argument(
         "--max-pause",
         type=arguments.positive_seconds,
-        default=os.environ.get(MAX_PAUSE),
+        default=os.environ.get(MAX_PAUSE) or None,
         metavar="S",
-        help="put a snapshot off if it would pause the job for longer, judged by the last one and the job's memory; the"
-        f" first one is taken (default: ${MAX_PAUSE}, else no limit)",
+        help="put a snapshot off if it would pause the job for longer, judged by the last ones and the job's memory; the"
+        f" first one is taken, and one each hour (default: ${MAX_PAUSE}, else no limit)",
     )
     parser.add_argument(
         "--unless-file",
         type=lambda text: Path(text).absolute(),
-        default=os.environ.get(UNLESS_FILE),
+        default=os.environ.get(UNLESS_FILE) or None,
         metavar="PATH",
         help="take no snapshot while this file exists: the job creates it while it initialises or evaluates"
         f" (default: ${UNLESS_FILE})",

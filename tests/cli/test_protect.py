@@ -16,7 +16,7 @@ from migrator.jobs import protect
 from migrator.jobs.finding import JobEntry
 from migrator.jobs.homes import check_after_loss, was_rebooted
 from migrator.jobs.interval import best
-from migrator.jobs.postponing import Postponing
+from migrator.jobs.postponing import BELIEVED_S, MEASURED, Postponing
 from migrator.jobs.protect import LOST_S, Protection, Sight, failure, is_suspended
 from migrator.jobs.recall import Recalled, recall
 from migrator.jobs.tries import Tries
@@ -263,19 +263,36 @@ async def test_snapshot_waits_while_the_file_of_the_job_exists(monkeypatch: pyte
 
 
 async def test_snapshot_that_would_pause_the_job_for_too_long_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene, said = Scene(monkeypatch), list[str]()
-    scene.postponing, scene.say = Postponing(max_pause_s=2.0), said.append
+    scene, said, now_s = Scene(monkeypatch), list[str](), [0.0]
+    scene.postponing, scene.say = Postponing(max_pause_s=2.0, clock=lambda: now_s[0]), said.append
     scene.taken.set()
-    for one in scene.ranks:
-        one.rank.memory_bytes, one.rank.device_bytes = 100, 50
-    assert await scene._take_or_postpone(scene.ranks) == 1.5, "the first one, and its pause is measured"
-    scene.ranks[1].rank.device_bytes = 100
-    assert await scene._take_or_postpone(scene.ranks) == 1.5, "2 s are expected"
-    scene.ranks[1].rank.device_bytes = 200  # 1.5 s were measured with 200 bytes
-    assert await scene._take_or_postpone(scene.ranks) is None
-    assert "about 2.2 s, and --max-pause is 2 s" in said[-1]
-    scene.ranks[1].rank.device_bytes = 0
-    assert await scene._take_or_postpone(scene.ranks) == 1.5
+
+    async def taken(largest_bytes: int) -> bool:
+        scene.ranks[1].rank.memory_bytes, scene.ranks[1].rank.device_bytes = 100, largest_bytes - 100
+        return await scene._take_or_postpone(scene.ranks) == 1.5
+
+    assert await taken(150), "the first one, and its pause is measured"
+    assert await taken(200), "2 s are expected"
+    assert not await taken(300), "1.5 s were measured with 200 bytes"
+    assert not await taken(290)
+    (only,) = said
+    assert only.startswith(
+        "no snapshot was taken: it would pause the job for longer than 2 s (--max-pause); the one before"
+    )
+    assert await taken(100)
+    now_s[0] = BELIEVED_S + 1
+    assert await taken(300), "what was measured is not believed for ever"
+
+
+def test_one_long_pause_among_others_puts_nothing_off() -> None:
+    postponing, ranks = Postponing(max_pause_s=2.0), [rank(0, "a")]
+    ranks[0].rank.memory_bytes = 100
+    for pause_s in (1.0, 9.0):
+        postponing.measured(pause_s, ranks)
+        assert not postponing.why(ranks)
+    for _ in range(MEASURED):
+        postponing.measured(9.0, ranks)
+    assert postponing.why(ranks)
 
 
 def test_options_of_the_protection_have_defaults_in_the_environment(
@@ -290,15 +307,18 @@ def test_options_of_the_protection_have_defaults_in_the_environment(
 
     monkeypatch.setattr(protect, "Protection", Seen)
     assert migrator("protect", "night").code == 0
+    monkeypatch.setenv(cli.MAX_PAUSE, "")
+    monkeypatch.setenv(cli.UNLESS_FILE, "")
+    assert migrator("protect", "night").code == 0
     monkeypatch.setenv(cli.MAX_PAUSE, "2.5")
     monkeypatch.setenv(cli.UNLESS_FILE, "/shared/evaluating")
     assert migrator("protect", "night").code == 0
     assert migrator("protect", "night", "--max-pause", "1").code == 0
     shared = Path("/shared/evaluating")
-    assert found == [Postponing(), Postponing(shared, 2.5), Postponing(shared, 1.0)]
+    assert found == [Postponing(), Postponing(), Postponing(shared, 2.5), Postponing(shared, 1.0)]
     monkeypatch.setenv(cli.MAX_PAUSE, "soon")
     assert migrator("protect", "night").code == 2
-    assert len(found) == 3
+    assert len(found) == 4
 
 
 def test_time_for_which_the_job_was_down_begins_when_it_was_last_seen_well() -> None:
