@@ -19,6 +19,7 @@ from snapshotd.moves.record import Begin
 from snapshotd.moves.reserve import Reserve
 from snapshotd.moves.saved import Late, Saved
 from snapshotd.proc.room import Room
+from snapshotd.proc.tree import Process
 from snapshotd.transport.image.store import ImageStore
 
 
@@ -48,6 +49,9 @@ class Node:
     saving: dict[tuple[str, Late], asyncio.Task[Saved]] = field(
         default_factory=dict
     )  # by move: memory of its rank goes into the image
+
+    #: Processes of ranks that have adopted a twin: they adopt orphans.
+    adopters: set[Process] = field(default_factory=set)
 
     def client(self, name: str, endpoint: str) -> DaemonClient:
         """A client of another daemon, with this node's own certificate. Use it as a context manager."""

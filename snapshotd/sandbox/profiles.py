@@ -171,6 +171,12 @@ class Profile(Enum):
         allowed=tuple((_ON_DESCRIPTORS + " ioctl preadv2").split()),
         files=landlock.READING | landlock.WRITING | landlock.EXECUTE | landlock.IOCTL_DEV,
     )
+    #: Copies memory of a twin into a file: only the two descriptors that it is given.
+    COPIER = _Profile(
+        denied=(_NO_OWNERS,),
+        allowed=tuple((_ON_DESCRIPTORS + " preadv2 pwrite64").split()),
+        files=landlock.READING | landlock.WRITING | landlock.EXECUTE | landlock.IOCTL_DEV,
+    )
     #: Sends or receives a stripe of device memory over connections that it is given; one file.
     STRIPE = _Profile(
         denied=(*_NEVER, *_NO_NETWORK, *_NO_ATTRIBUTES),

@@ -132,6 +132,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "ptrace": (101, 117),
+    "pwrite64": (18, 68),
     "query_module": (178, None),
     "quotactl": (179, 60),
     "quotactl_fd": (443, 443),

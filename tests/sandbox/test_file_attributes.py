@@ -61,7 +61,7 @@ def test_every_change_fails_otherwise_without_a_sandbox() -> None:
 
 @needs_seccomp
 @root
-@pytest.mark.parametrize("profile", ["NETWORK", "LOOK", "MEMORY", "PARSER", "TRACKER", "STRIPE"])
+@pytest.mark.parametrize("profile", ["NETWORK", "LOOK", "MEMORY", "PARSER", "TRACKER", "COPIER", "STRIPE"])
 def test_filter_denies_every_change_even_to_root(profile: str) -> None:
     denied(here(BY_PATH + BY_DESCRIPTOR), "filter only", rules=profile)
 

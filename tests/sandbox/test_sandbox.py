@@ -24,7 +24,7 @@ from snapshotd.sandbox.privileges import CAP_CHECKPOINT_RESTORE, CAP_CHOWN, CAP_
 from snapshotd.sandbox.profiles import Profile
 from tests.sandbox.children import USER, attempts, denied, needs_landlock, needs_seccomp, root, simulated
 
-FILTERED = ["NETWORK", "FILES", "LOOK", "MEMORY", "PARSER", "TRACKER", "STRIPE"]
+FILTERED = ["NETWORK", "FILES", "LOOK", "MEMORY", "PARSER", "TRACKER", "COPIER", "STRIPE"]
 
 #: Every one of these fails where nothing denies it, with another error than EPERM.
 NEVER: list[list[Any]] = [
@@ -101,7 +101,7 @@ def test_filter_denies_what_no_child_needs_even_to_root(profile: str) -> None:
 
 
 @needs_seccomp
-@pytest.mark.parametrize("profile", ["FILES", "LOOK", "MEMORY", "PARSER", "TRACKER", "STRIPE"])
+@pytest.mark.parametrize("profile", ["FILES", "LOOK", "MEMORY", "PARSER", "TRACKER", "COPIER", "STRIPE"])
 def test_filter_denies_the_network(profile: str) -> None:
     denied(NETWORK, "filter only", rules=profile)
 

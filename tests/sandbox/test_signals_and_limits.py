@@ -19,7 +19,7 @@ from snapshotd.sandbox import syscalls
 from snapshotd.sandbox.profiles import Profile
 from tests.sandbox.children import USER, attempts, denied, needs_seccomp, root, simulated
 
-FILTERED = ["NETWORK", "FILES", "LOOK", "MEMORY", "PARSER", "TRACKER", "STRIPE"]
+FILTERED = ["NETWORK", "FILES", "LOOK", "MEMORY", "PARSER", "TRACKER", "COPIER", "STRIPE"]
 F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15
 FIOSETOWN, SIOCSPGRP = 0x8901, 0x8902
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -96,6 +96,6 @@ def test_these_rules_are_right_on_both_architectures(machine: str, profile: str)
     assert simulated(program, machine, "fcntl", 0, fcntl.F_SETFL) == 0
     assert simulated(program, machine, "prlimit64", 1) == errno.EPERM
     assert simulated(program, machine, "prctl", PR_SET_PDEATHSIG) == errno.EPERM
-    if profile not in {"PARSER", "TRACKER"}:
+    if profile not in {"PARSER", "TRACKER", "COPIER"}:
         assert simulated(program, machine, "prlimit64", 0) == 0
         assert simulated(program, machine, "prctl", PR_SET_NAME) == 0

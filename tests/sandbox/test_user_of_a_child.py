@@ -144,7 +144,7 @@ NO_OTHER: list[list[Any]] = [
 
 @root
 @needs_seccomp
-@pytest.mark.parametrize("profile", ["NETWORK", "FILES", "LOOK", "MEMORY", "PARSER", "TRACKER", "STRIPE"])
+@pytest.mark.parametrize("profile", ["NETWORK", "FILES", "LOOK", "MEMORY", "PARSER", "TRACKER", "COPIER", "STRIPE"])
 def test_child_changes_neither_its_ids_nor_the_scheduling_of_others(profile: str) -> None:
     results = attempts(NO_OTHER, None).results
     assert 1 not in results, "nothing of this fails with EPERM by itself"

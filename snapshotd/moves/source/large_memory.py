@@ -117,7 +117,7 @@ class _Reading:
     def must_live(self) -> None:
         """Raises RankGone if the process has ended."""
         try:
-            self._read.must_live(self._memory.layer.pages[0][0])
+            self._read.must_live()
         except OSError as error:
             raise self._failed(error) from error
 

@@ -1,7 +1,7 @@
-"""Reads long runs of anonymous pages of a process whose memory does not change, with several threads.
+"""Reads long runs of anonymous pages of a frozen process, with several threads.
 
-Invariant: what was read belongs to that process if it lives when `must_live` returns: the pid may have become another one's
-meanwhile, but the descriptor is that of its own memory, which goes with it. Everything blocks.
+Invariant: what was read belongs to that process if `must_live` returns afterwards: it executes nothing while it is frozen,
+and a process that has got its pid meanwhile has another start time. Everything blocks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Self
 
 from snapshotd.criu.page_ranges import Range
+from snapshotd.proc.tree import Process
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
@@ -22,7 +23,7 @@ class ProcessMemory:
     """The memory of one process. Raises OSError, one of `files.GONE` if the process has ended."""
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
+        self._process = Process.of(pid)
         self._fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
 
     def __enter__(self) -> Self:
@@ -37,16 +38,17 @@ class ProcessMemory:
             os.close(self._fd)
         self._fd = -1
 
-    def must_live(self, address: int) -> None:
-        """Raises if the process has ended. `address`: of one of its pages."""
-        self._fill_rest(memoryview(bytearray(1)), 0, 1, address + 1)
+    def must_live(self) -> None:
+        """Raises if the process has ended. Its memory may live on, in another process that shares it."""
+        if not self._process.alive():
+            raise ProcessLookupError(errno.ESRCH, "it has ended")
 
     def fill(self, parts: Iterable[Range], view: memoryview) -> None:
         """Reads these pages, one after the other, into the view, which has their size."""
         at = 0
         for start, end in parts:
             until = at + end - start
-            at += _read_quickly(self.pid, start, view[at:until])
+            at += _read_quickly(self._process.pid, start, view[at:until])
             at = self._fill_rest(view, at, until, end)
 
     def _fill_rest(self, view: memoryview, at: int, until: int, end: int) -> int:

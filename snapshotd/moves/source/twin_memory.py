@@ -10,35 +10,31 @@ import asyncio
 import contextlib
 import logging
 import os
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from snapshotd.api.errors import Full, SnapshotError, Undone
+from snapshotd.api.errors import Full, SnapshotError
 from snapshotd.criu import page_ranges, pagemap_image
 from snapshotd.criu.below import Layer, ahead_pages_name
 from snapshotd.criu.page_ranges import Range
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.saved import Late, Saved
-from snapshotd.moves.source import twins
+from snapshotd.moves.source import twin_copy, twins
 from snapshotd.moves.source.large_memory import LEAST_BYTES, readers
-from snapshotd.moves.source.process_memory import ProcessMemory, chunks
+from snapshotd.moves.source.twin_copy import Copy
 from snapshotd.moves.source.twins import Twin
 from snapshotd.proc import host
 from snapshotd.proc.files import GONE
 from snapshotd.proc.memory import memory_room
 from snapshotd.proc.page_frames import PAGE_BYTES, NotSupported, PageFrames, unchanged
-from snapshotd.proc.room import FLOOR_BYTES, mib
+from snapshotd.proc.room import mib
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
-from snapshotd.transport.image.frame import data_frame
-from snapshotd.transport.image.sparse_file import put
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 4 << 20
 #: Shorter runs of pages are left to criu: each takes a system call here, and an entry in a list on the target.
 LEAST_RUN_BYTES = 64 << 10
 WATCH_S = 0.1
@@ -50,7 +46,7 @@ class Shared:
 
     twin: Twin
     layer: Layer
-    memory: ProcessMemory
+    memory: int  # a descriptor of the twin's memory
 
     @property
     def file(self) -> str:
@@ -67,8 +63,8 @@ class TwinMemory:
     def __init__(self, node: Node, move_log: MoveLog, made: Sequence[Twin]) -> None:
         self._node, self._log = node, move_log
         self._twins, self._shared = list(made), list[Shared]()
+        self._memories: list[int] = []
         self._saving: asyncio.Task[Saved] | None = None
-        self._ended = threading.Event()  # nothing is copied any more
         self._unwritten_bytes = 0
         self._short = ""  # why the twins were ended before all was copied
 
@@ -81,6 +77,7 @@ class TwinMemory:
             for twin in self._twins:
                 if twin.inner_pid not in without and (shared := _shared(twin)) is not None:
                     self._shared.append(shared)
+                    self._memories.append(shared.memory)
             if not self._shared:
                 self._end()
         return [one.layer for one in self._shared]
@@ -118,7 +115,6 @@ class TwinMemory:
             failure = error.message if isinstance(error, SnapshotError) else str(error)
             log.error("memory of rank %s is not saved: %s", self._log.begin.rank, failure)
         finally:
-            self._ended.set()
             await in_thread(self._end)
         return Saved(self.bytes, host.boottime_s() - began, failure)
 
@@ -136,22 +132,20 @@ class TwinMemory:
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _copy(self, one: Shared) -> None:
-        copying = _Copying(one, self._path(one), self._ended, self._written)
+        copy, done = Copy(one.twin, one.memory, one.layer.pages, self._path(one), self._written), False
         try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(readers()):
-                    group.create_task(in_thread(copying.run))
-            await in_thread(copying.finish)
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
+            await copy.run(readers())
+            done = True
+        finally:
+            await copy.close(keep=done)
 
     async def _watch(self) -> None:
         """The rank needs more memory while it writes what its twins have. Before its limit kills it, the twins end."""
-        pid = self._log.record.pid
+        pid, floor_bytes = self._log.record.pid, twins.floor_bytes(Path(self._log.record.cgroup), self.bytes)
         while True:
             with contextlib.suppress(*GONE):
                 whose, left_bytes = await in_thread(lambda: memory_room(pid)[0])
-                if left_bytes < FLOOR_BYTES:
+                if left_bytes < floor_bytes:
                     self._short = f"memory has run out while it was copied: {whose} leaves the rank {mib(left_bytes)}"
                     await in_thread(twins.end, self._node, self._log)
                     return
@@ -170,13 +164,12 @@ class TwinMemory:
 
     def _end(self) -> None:
         twins.end(self._node, self._log)
-        for one in self._shared:
-            one.memory.close()
+        while self._memories:
+            os.close(self._memories.pop())
         self._node.room.give_up(self._purpose)
 
     async def close(self) -> None:
         """The snapshot is given up: copies nothing more, and ends the twins. Idempotent."""
-        self._ended.set()
         if self._saving is not None:
             self._saving.cancel()
             await asyncio.gather(self._saving, return_exceptions=True)
@@ -193,60 +186,29 @@ def _shared(twin: Twin) -> Shared | None:
     if PAGE_BYTES != pagemap_image.PAGE_BYTES:  # on some arm64 machines
         return None
     try:
-        with PageFrames(twin.of) as rank, PageFrames(twin.process.pid) as there:
-            runs = _long(rank.private(plain=True))
-            before = rank.read(runs)
-            theirs = there.read(runs)
-            pages = _long(unchanged(runs, before, theirs, rank.read(runs)))  # the kernel may have moved pages meanwhile
-        if page_ranges.size_bytes(pages) < LEAST_BYTES:
-            return None
-        return Shared(twin, Layer(pid=twin.inner_pid, pages=pages, rounds=[pages]), ProcessMemory(twin.process.pid))
+        memory = twin_copy.opened(twin)  # before anything is compared
+        try:
+            pages = _same_pages(twin)
+        except BaseException:
+            os.close(memory)
+            raise
     except (NotSupported, OSError) as error:
         log.info("the memory of process %d is copied while it waits: %s", twin.of, error)
         return None
+    if page_ranges.size_bytes(pages) < LEAST_BYTES:
+        os.close(memory)
+        return None
+    return Shared(twin, Layer(pid=twin.inner_pid, pages=pages, rounds=[pages]), memory)
+
+
+def _same_pages(twin: Twin) -> list[Range]:
+    """The long runs of pages that have the same frames in the twin as in the frozen rank."""
+    with PageFrames(twin.of) as rank, PageFrames(twin.process.pid) as there:
+        runs = _long(rank.private(plain=True))
+        before = rank.read(runs)
+        theirs = there.read(runs)
+        return _long(unchanged(runs, before, theirs, rank.read(runs)))  # the kernel may have moved pages meanwhile
 
 
 def _long(ranges: Sequence[Range]) -> list[Range]:
     return [(start, end) for start, end in ranges if end - start >= LEAST_RUN_BYTES]
-
-
-class _Copying:
-    """One file, for several threads."""
-
-    def __init__(self, shared: Shared, path: Path, ended: threading.Event, written: Callable[[int], None]) -> None:
-        self._shared, self._path, self._ended, self._written = shared, path, ended, written
-        path.unlink(missing_ok=True)
-        self._chunks: Iterator[tuple[int, list[Range]]] = chunks(shared.layer.pages, CHUNK_BYTES)
-        self._lock = threading.Lock()
-
-    def run(self) -> None:
-        """Copies chunks until there are no more. Blocking. Raises OSError or Undone."""
-        buffer = bytearray(CHUNK_BYTES)
-        while (chunk := self._next()) is not None:
-            if self._ended.is_set():
-                raise Undone("the snapshot was given up")
-            offset, parts = chunk
-            size = page_ranges.size_bytes(parts)
-            with memoryview(buffer) as whole, whole[:size] as view:
-                try:
-                    self._shared.memory.fill(parts, view)
-                except GONE as error:
-                    raise self._gone() from error
-            # Zero pages become holes.
-            put(self._path, data_frame(0, self._shared.file, offset, buffer if size == len(buffer) else buffer[:size]))
-            self._written(size)
-
-    def _next(self) -> tuple[int, list[Range]] | None:
-        with self._lock:
-            return next(self._chunks, None)
-
-    def finish(self) -> None:
-        """All chunks were copied. Raises Undone if they may not be the twin's: it has ended meanwhile."""
-        try:
-            self._shared.memory.must_live(self._shared.layer.pages[0][0])
-        except GONE as error:
-            raise self._gone() from error
-        os.truncate(self._path, self._shared.bytes)
-
-    def _gone(self) -> Undone:
-        return Undone(f"the twin of process {self._shared.twin.of} has ended")

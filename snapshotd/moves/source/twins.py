@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -29,11 +30,11 @@ from snapshotd.inprocess import shimctl
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.source.large_memory import LEAST_BYTES
-from snapshotd.proc import comm, stat, tree
-from snapshotd.proc.cgroup import Cgroup
+from snapshotd.proc import cgroup, comm, stat, tree
+from snapshotd.proc.cgroup import Cgroup, mount_point
 from snapshotd.proc.files import GONE, parse_fields, process_path, read_text
 from snapshotd.proc.memory import memory_room
-from snapshotd.proc.room import RESERVE_BYTES, mib
+from snapshotd.proc.room import FLOOR_BYTES, RESERVE_BYTES, mib
 from snapshotd.proc.tree import Process
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Twin:
 
 def group_of(move_log: MoveLog) -> Cgroup:
     """Beside the rank's own cgroup: the limits of its scheduler apply there too, and a kernel that has to kill something
-    there finds the twin."""
+    there finds the twin. Not so where `_endangered` says."""
     return Cgroup(Path(move_log.record.cgroup).parent / f"snapshotd-twins-{move_log.move}")
 
 
@@ -68,9 +69,9 @@ def make(node: Node, move_log: MoveLog, group: Cgroup) -> list[Twin]:
     try:
         sweep(move_log)  # what an earlier attempt has left
         wanted = _candidates(group.pids())
-        if wanted:
-            _reserve(node, move_log.move, group.pids()[0], sum(size for _, _, size in wanted))
-            return [_twin(move_log, group, *one) for one in wanted]
+        if wanted and not _adopts(node, group.pids()):
+            _reserve(node, move_log, sum(size for _, _, size in wanted))
+            return [_twin(node, move_log, group, *one) for one in wanted]
     except (SnapshotError, OSError) as error:
         log.warning(
             "memory is copied while the rank waits: %s", error.message if isinstance(error, SnapshotError) else error
@@ -108,10 +109,41 @@ def _anonymous_bytes(pid: int) -> int:
     return int(parse_fields(read_text(process_path(pid, "status"))).get("RssAnon", "0 kB").split()[0]) << 10
 
 
-def _reserve(node: Node, move: str, pid: int, size_bytes: int) -> None:
+def _adopts(node: Node, pids: list[int]) -> bool:
+    """Whether a process of the rank has adopted a twin of an earlier snapshot, and would again. It learns of the end of a
+    process that it does not know, each time."""
+    node.adopters.intersection_update([one for one in node.adopters if one.alive()])
+    return any(one.pid in pids for one in node.adopters)
+
+
+def _endangered(rank: Path) -> bool:
+    """Whether a lack of memory ends the rank rather than its twin: the rank's own cgroup has a limit, as after a move or a
+    rollback, or the kernel kills all processes of one above."""
+    folders = [rank, *rank.parents]
+    return _value(rank / "memory.max").isdigit() or any(
+        _value(one / "memory.oom.group") == "1" for one in folders if one.is_relative_to(mount_point())
+    )
+
+
+def _value(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # the root group, or no memory controller
+        return ""
+
+
+def floor_bytes(rank: Path, size_bytes: int) -> int:
+    """Less memory than this is left to a rank with twins of that size: they are ended. A rank that is itself in danger may
+    take more of it between two looks than the node keeps in reserve."""
+    return max(FLOOR_BYTES, size_bytes // 4) if _endangered(rank) else FLOOR_BYTES
+
+
+def _reserve(node: Node, move_log: MoveLog, size_bytes: int) -> None:
     """All of it may be written while it is copied, and exists twice then. Raises Full."""
-    whose, room = memory_room(pid)[0]
-    if room < size_bytes + RESERVE_BYTES:
+    move, rank = move_log.move, Path(move_log.record.cgroup)
+    whose, room = memory_room(move_log.record.pid)[0]
+    spare_bytes = max(RESERVE_BYTES, size_bytes) if _endangered(rank) else RESERVE_BYTES
+    if room < size_bytes + spare_bytes:
         raise Full(f"the rank may need {mib(size_bytes)} more for it, and {whose} leaves {mib(room)}")
     with node.room.turn():
         free = node.room.free(without=_purpose(move), own_groups=False)  # the rank's cgroups are charged with it
@@ -120,19 +152,35 @@ def _reserve(node: Node, move: str, pid: int, size_bytes: int) -> None:
         node.room.count(_purpose(move), lambda: size_bytes)
 
 
-def _twin(move_log: MoveLog, group: Cgroup, process: Process, mailbox: shimctl.Mailbox, size_bytes: int) -> Twin:
+def _twin(
+    node: Node, move_log: MoveLog, group: Cgroup, process: Process, mailbox: shimctl.Mailbox, size_bytes: int
+) -> Twin:
     """Raises a SnapshotError or an OSError; a twin that was made all the same is ended by `sweep`."""
     inner = mailbox.twin(ASK_S, LIFE_S + size_bytes / SLOWEST_BYTES_PER_S)
     pids = group.pids()
     twin = next((one for pid in pids if (one := _with_number(pid, inner)) is not None), None)
     if twin is None:
         raise GpuFailed(f"process {process.pid} has made process {inner}, which is not found")
-    if stat.read(twin.pid).parent in pids:  # criu would find it there, and the job would learn of its end
+    parent = stat.read(twin.pid).parent
+    if parent in pids:  # criu would find it there, and the job would learn of its end
+        node.adopters.add(Process.of(parent))
         raise GpuFailed(f"a process of the rank has adopted the twin of process {process.pid}")
-    group_of(move_log).create().add(twin.pid)
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{twin.pid}/oom_score_adj").write_text("1000")  # rather than the rank
+    _put_aside(twin, group_of(move_log).create())
     return Twin(process.pid, tree.inner_pid(process.pid), twin)
+
+
+def _put_aside(twin: Process, group: Cgroup) -> None:
+    """Puts it into its cgroup, in which everything is killed later. Raises ProcessLookupError if it has ended."""
+    group.add(twin.pid)
+    if not twin.alive():  # the pid may be another's by now, and a new process comes from the cgroup of its parent
+        for pid in group.pids():
+            with contextlib.suppress(*GONE):
+                if Process.of(pid) != twin:
+                    Cgroup(cgroup.of_process(stat.read(pid).parent)).add(pid)
+        raise ProcessLookupError(errno.ESRCH, f"the twin, process {twin.pid}, has ended")
+    with contextlib.suppress(OSError), open(f"/proc/{twin.pid}/oom_score_adj", "w") as file:
+        if twin.alive():  # and so the file is its own
+            file.write("1000")  # rather than the rank
 
 
 def _with_number(pid: int, inner: int) -> Process | None:
