@@ -1,8 +1,9 @@
 """Cuts a file back to the size that it had at a snapshot, in the child that has the user's rights (worker.py).
 
 Invariant: nothing is removed that was not copied before: the tail is complete in a file of its own, on disk, before the file
-becomes shorter. The file is the one that the rank had open, by its inode, and its user's own. Links are not followed, except
-those of root on the way to its directory. Little but the standard library is imported, as in worker.py.
+becomes shorter. The file is the one that the rank had open, by its inode and the time of its birth, and its user's own. Links
+are not followed, except those of root on the way to its directory. Little but the standard library is imported, as in
+worker.py.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _AGAIN_S = 0.1
 _BLOCK_BYTES = 1 << 20
 
 
-def order_cut(path: str, inode: int, size: int, suffix: str, user_id: int) -> dict[str, object]:
-    """`suffix`: of the name of the file that gets the tail. Raises OSError if it is not that file any more, or shorter.
-    Returns the number of bytes that were removed."""
+def order_cut(path: str, inode: int, born_ns: int, size: int, suffix: str, user_id: int) -> dict[str, object]:
+    """`born_ns`: 0 if it is not known. `suffix`: of the name of the file that gets the tail. Raises OSError if it is not that
+    file any more, or shorter. Returns the number of bytes that were removed."""
     parent, name = os.path.split(path)
     folder = paths.open_folder(parent)
     try:
-        file = _opened(folder, name, inode, user_id)
+        file = _opened(folder, name, inode, born_ns, user_id)
         try:
             return {"removed": _cut(folder, file, size, f"{name[:200]}.{suffix}")}
         finally:
@@ -36,7 +37,17 @@ def order_cut(path: str, inode: int, size: int, suffix: str, user_id: int) -> di
         os.close(folder)
 
 
-def _opened(folder: int, name: str, inode: int, user_id: int) -> int:
+def is_same(found: os.stat_result, born_now_ns: int, inode: int, born_ns: int) -> bool:
+    """Whether a file is the one with this inode number, which another file may have got. Not by its device, which may have
+    another number after a reboot and on other nodes. A time of birth of 0 is not known."""
+    return (
+        stat.S_ISREG(found.st_mode)
+        and found.st_ino == inode
+        and (born_now_ns == born_ns or 0 in (born_now_ns, born_ns))
+    )
+
+
+def _opened(folder: int, name: str, inode: int, born_ns: int, user_id: int) -> int:
     try:
         handle = paths.openat2(
             folder, name, os.O_PATH | os.O_NOFOLLOW, paths.RESOLVE_BENEATH | paths.RESOLVE_NO_SYMLINKS
@@ -45,7 +56,7 @@ def _opened(folder: int, name: str, inode: int, user_id: int) -> int:
         raise FileNotFoundError(errno.ENOENT, "was deleted or renamed since the snapshot") from None
     try:
         found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or found.st_ino != inode:
+        if not is_same(found, paths.born_ns(handle), inode, born_ns):
             raise OSError(errno.ESTALE, "was replaced by another file since the snapshot")
         if user_id not in (0, found.st_uid):
             raise PermissionError(errno.EPERM, f"has grown since the snapshot, and belongs to user {found.st_uid}")

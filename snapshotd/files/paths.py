@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import stat
+import struct
 
 #: struct open_how, linux/openat2.h
 RESOLVE_NO_MAGICLINKS = 0x02
@@ -23,9 +24,13 @@ _SYS_OPENAT2 = 437  # the same number on every architecture
 _SYS_FACCESSAT2 = 439
 _AT_FDCWD = -100
 _AT_EACCESS = 0x200
+_AT_SYMLINK_NOFOLLOW, _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x100, 0x1000, 0x4000
+_STATX_BTIME = 0x800
 _RENAME_NOREPLACE = 1
 _MAX_LINKS = 40  # as the kernel
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+#: Of struct statx: the mask of what is known, and the time of birth.
+_KNOWN, _BORN, _BORN_AT = struct.Struct("=I"), struct.Struct("=qI"), 80
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -154,6 +159,19 @@ def look_in(folder: int, name: str) -> os.stat_result | None:
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return None
+
+
+def born_ns(file: int | str, *, follow: bool = False) -> int:
+    """When a file was made: another one that has got its inode number was made later. 0: its file system does not say. As the
+    kernel has it in memory, without asking a server: it never changes."""
+    buffer = ctypes.create_string_buffer(256)
+    flags = 0 if follow else _AT_SYMLINK_NOFOLLOW
+    folder, path, flags = (_AT_FDCWD, file, flags) if isinstance(file, str) else (file, "", _AT_EMPTY_PATH)
+    if _libc.statx(folder, os.fsencode(path), flags | _AT_STATX_DONT_SYNC, _STATX_BTIME, buffer) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), path)
+    seconds, more_ns = _BORN.unpack_from(buffer, _BORN_AT)
+    return int(seconds) * 10**9 + int(more_ns) if _KNOWN.unpack_from(buffer)[0] & _STATX_BTIME else 0
 
 
 def reopen(handle: int) -> int:

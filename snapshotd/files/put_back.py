@@ -2,9 +2,10 @@
 (worker.py).
 
 Invariant: nothing that lies at the name is changed or removed: it gets another name beside it. The file gets its name only
-when it is complete and on the disk. The order can be repeated after a crash at any place, and by several ranks that have the
-same file. Links are not followed, except those of root on the way to the directory. Little but the standard library is
-imported, as in worker.py.
+when it is complete and on the disk; until then it has none, so that nothing is left of it if this process is killed, except
+where the file system cannot do that (NFS). Set-user-id, set-group-id and sticky bits are not set. The order can be repeated
+after a crash at any place, and by several ranks that have the same file. Links are not followed, except those of root on the
+way to the directory. Little but the standard library is imported, as in worker.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from snapshotd.files import file_content, paths
+from snapshotd.files.closed import PERMISSIONS
 
 #: How often something else may appear at the name meanwhile.
 _TRIES = 10
@@ -50,6 +52,7 @@ def order_put_back(
     below that one are made. `suffix`: of the name that another file at this name gets. `token`: of this rank. `put_back`:
     identity of the file that another rank of the job has put back here. Returns the name beside it of what was there before
     (empty: nothing), whether the file was there already, and its identity."""
+    wanted = wanted._replace(mode=wanted.mode & PERMISSIONS)
     parent, name = os.path.split(path)
     side = f"{name[:NAME_CHARACTERS]}.{suffix}"
     folder = _folder(parent, above)
@@ -58,18 +61,18 @@ def order_put_back(
             for _ in range(_TRIES):
                 here = paths.look_in(folder, name)
                 is_there = here is not None and _is_as_wanted(folder, name, here, content, wanted)
-                if here is not None and not is_there and _identity(here) == put_back:
+                if here is not None and not is_there and identity(here) == put_back:
                     raise FileExistsError(errno.EEXIST, "was put back by another rank of the job, with other content")
                 if is_there or _put(folder, name, here, content, wanted, side, token):
                     there = os.stat(name, dir_fd=folder, follow_symlinks=False)
                     beside = _last_beside(folder, side)
-                    return {"beside": beside, "was_there": is_there, "file": _identity(there)}
+                    return {"beside": beside, "was_there": is_there, "file": identity(there)}
             raise FileExistsError(errno.EEXIST, "is replaced again and again")
     finally:
         os.close(folder)
 
 
-def _identity(found: os.stat_result) -> list[int]:
+def identity(found: os.stat_result) -> list[int]:
     """With the time of its last change, because another file may get its inode number."""
     return [found.st_dev, found.st_ino, found.st_ctime_ns]
 
@@ -106,7 +109,7 @@ def _locked(folder: int) -> Iterator[None]:
 
 def _is_as_wanted(folder: int, name: str, here: os.stat_result, content: int, wanted: Wanted) -> bool:
     looks = (stat.S_IFMT(here.st_mode) | stat.S_IMODE(here.st_mode), here.st_uid, here.st_gid, here.st_size)
-    if looks != (stat.S_IFREG | stat.S_IMODE(wanted.mode), wanted.user_id, wanted.group_id, wanted.size):
+    if looks != (stat.S_IFREG | wanted.mode, wanted.user_id, wanted.group_id, wanted.size):
         return False
     file = paths.open_regular(name, folder=folder)
     try:
@@ -119,46 +122,55 @@ def _put(
     folder: int, name: str, here: os.stat_result | None, content: int, wanted: Wanted, side: str, token: str
 ) -> bool:
     """False: something else has got the name meanwhile."""
-    fresh = f".{side}.{token}"
-    _make(folder, fresh, content, wanted)
-    try:
-        if here is not None and not _set_aside(folder, name, here, side):
-            return False
-        try:
-            paths.rename_to_free(folder, fresh, name)
-        except FileExistsError:
-            return False
-        fresh = ""
-    finally:
-        if fresh:
-            os.unlink(fresh, dir_fd=folder)
-    _sync(folder)
-    return True
-
-
-def _make(folder: int, fresh: str, content: int, wanted: Wanted) -> None:
     if os.fstat(content).st_size < wanted.size:
         raise OSError(
             errno.ESTALE,
             f"became shorter before that: {os.fstat(content).st_size} of its {wanted.size} bytes are left",
         )
-    with contextlib.suppress(FileNotFoundError):  # of an attempt of this rank that was interrupted
-        os.unlink(fresh, dir_fd=folder)
-    file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    hidden = f".{side}.{token}"
+    file, has_name = _fresh(folder, hidden)
     try:
-        file_content.copy(content, file, wanted.size)
-        made = os.fstat(file)
-        if (made.st_uid, made.st_gid) != (wanted.user_id, wanted.group_id):
-            os.fchown(file, wanted.user_id, wanted.group_id)
-        os.fchmod(file, stat.S_IMODE(wanted.mode))
-        os.utime(file, ns=(wanted.mtime_ns, wanted.mtime_ns))
-        os.fsync(file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(fresh, dir_fd=folder)
-        raise
+        _fill(file, content, wanted)
+        if here is not None and not _set_aside(folder, name, here, side):
+            return False
+        try:
+            if has_name:
+                paths.rename_to_free(folder, hidden, name)
+                has_name = False
+            else:
+                os.link(f"/proc/self/fd/{file}", name, dst_dir_fd=folder, follow_symlinks=True)
+        except FileExistsError:
+            return False
     finally:
         os.close(file)
+        if has_name:
+            with contextlib.suppress(OSError):
+                os.unlink(hidden, dir_fd=folder)
+    _sync(folder)
+    return True
+
+
+def _fresh(folder: int, hidden: str) -> tuple[int, bool]:
+    """A new file for writing, and whether it has a name, which is `hidden`."""
+    with contextlib.suppress(FileNotFoundError):  # of an attempt of this rank that was interrupted
+        os.unlink(hidden, dir_fd=folder)
+    try:
+        return os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=folder), False
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(hidden, flags, 0o600, dir_fd=folder), True
+
+
+def _fill(file: int, content: int, wanted: Wanted) -> None:
+    file_content.copy(content, file, wanted.size)
+    made = os.fstat(file)
+    if (made.st_uid, made.st_gid) != (wanted.user_id, wanted.group_id):
+        os.fchown(file, wanted.user_id, wanted.group_id)
+    os.fchmod(file, wanted.mode)
+    os.utime(file, ns=(wanted.mtime_ns, wanted.mtime_ns))
+    os.fsync(file)
 
 
 def _set_aside(folder: int, name: str, here: os.stat_result, side: str) -> bool:

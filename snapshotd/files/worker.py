@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from snapshotd.files import closed, closed_place, cut_back, file_content, paths, put_back
+from snapshotd.files.closed import PERMISSIONS
 from snapshotd.sandbox.enter import enter
 from snapshotd.sandbox.privileges import CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, Ids
 from snapshotd.sandbox.profiles import Profile
@@ -36,8 +37,6 @@ MAX_FDS = 4
 GRACE_S = 10.0
 #: Time limit for removing what was made.
 UNDO_S = 60.0
-#: Permissions that are carried: neither set-user-id nor set-group-id nor sticky.
-PERMISSIONS = 0o777
 
 #: For files that do not belong to the rank's user, and for ranks of root.
 _AS_ROOT = (CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER)
@@ -299,7 +298,7 @@ def _look_read(order: Order, _fds: list[int], given: list[int], _undo: Undo) -> 
 
 
 def _cut_back(order: Order, _fds: list[int], _given: list[int], _undo: Undo) -> Answer:
-    return cut_back.order_cut(order["path"], order["inode"], order["size"], order["suffix"], _user_id)
+    return cut_back.order_cut(order["path"], order["inode"], order["born_ns"], order["size"], order["suffix"], _user_id)
 
 
 def _put_back(order: Order, fds: list[int], _given: list[int], _undo: Undo) -> Answer:

@@ -22,8 +22,8 @@ from typing import Any
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, Refused, SnapshotError, Where
 from snapshotd.files.as_user import User, UserFiles
+from snapshotd.files.closed import PERMISSIONS
 from snapshotd.files.user_look import Seen, UserLook
-from snapshotd.files.worker import PERMISSIONS
 from snapshotd.moves.closed_files import ClosedFiles
 
 log = logging.getLogger(__name__)

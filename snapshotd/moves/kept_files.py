@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import SnapshotError
 from snapshotd.files.held import Held
 from snapshotd.holder.client import Holder
+from snapshotd.holder.process import BATCH
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.moves.tree_facts import File, TreeFacts
 from snapshotd.preflight.objects import is_carried
@@ -46,6 +47,7 @@ class Small(NamedTuple):
 
     name: str  # there
     held: Held
+    size: int  # at the snapshot
 
 
 def name_in_image(index: int) -> str:
@@ -53,21 +55,31 @@ def name_in_image(index: int) -> str:
     return f"kept-{index}"
 
 
+class _Rollback:
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self.files: dict[str, list[int]] = {}
+
+
 class PutBack:
-    """The files that ranks of this node have put back in the last rollbacks. A rank that had the same file, and other content
-    in its image, must not take it away from the rank that has it open by now."""
+    """The files that ranks of this node have settled in the last rollbacks. A rank that had the same file, with other content
+    or another size at its snapshot, must neither take it away from the rank that has it open by now nor change it."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
-        self._files: dict[str, dict[str, list[int]]] = {}
+        self._lock = threading.Lock()
+        self._rollbacks: dict[str, _Rollback] = {}  # the last one that was used is the last one here
 
     @contextmanager
     def turn(self, rollback: str) -> Iterator[dict[str, list[int]]]:
-        """Identity of each, by path; the caller adds its own. One rank at a time."""
-        with self._turn:
-            while len(self._files) > _MOST_ROLLBACKS:
-                self._files.pop(next(iter(self._files)))
-            yield self._files.setdefault(rollback, {})
+        """Identity of each, by path; the caller adds its own. One rank of a rollback at a time: it may take long, and other
+        jobs do not wait for it."""
+        with self._lock:
+            one = self._rollbacks.pop(rollback, None) or _Rollback()
+            self._rollbacks[rollback] = one
+            while len(self._rollbacks) > _MOST_ROLLBACKS:
+                self._rollbacks.pop(next(iter(self._rollbacks)))
+        with one.turn:
+            yield one.files
 
 
 class KeptFiles:
@@ -94,25 +106,27 @@ class KeptFiles:
                 size, link = described.files[index].size, described.files[index].link
                 if size <= min(SMALL_BYTES, room_bytes) and not is_carried(link, carry_paths):
                     room_bytes -= size
-                    small.append(Small(name_in_image(index), held))
+                    small.append(Small(name_in_image(index), held, size))
             self._hand_over(move, found, described)
             self._holder.leave(move)
         return small
 
     def _hand_over(self, move: str, found: Sequence[tuple[int, Held]], described: TreeFacts) -> None:
         kinds = {mount.device: mount.kind for mount in mountinfo.read()}
-        for index, held in found[:_MOST]:
-            device, inode = held.inode
-            block = HeldBlock(index, described.files[index].size, inode)
-            if kinds.get(device, "").startswith(_RENAMES_DELETED):
-                continue
-            handle = os.open(held.handle, os.O_PATH | os.O_CLOEXEC)
-            try:
-                seen = os.fstat(handle)
-                if (seen.st_dev, seen.st_ino) == held.inode:
-                    self._holder.keep(move, [block], [handle])
-            finally:
-                os.close(handle)
+        wanted = [one for one in found[:_MOST] if not kinds.get(one[1].inode[0], "").startswith(_RENAMES_DELETED)]
+        for at in range(0, len(wanted), BATCH):  # the rank waits
+            blocks: list[HeldBlock] = []
+            handles: list[int] = []
+            with ExitStack() as opened:
+                for index, held in wanted[at : at + BATCH]:
+                    handle = os.open(held.handle, os.O_PATH | os.O_CLOEXEC)
+                    opened.callback(os.close, handle)
+                    seen = os.fstat(handle)
+                    if (seen.st_dev, seen.st_ino) == held.inode:
+                        blocks.append(HeldBlock(index, described.files[index].size, seen.st_ino))
+                        handles.append(handle)
+                if handles:
+                    self._holder.keep(move, blocks, handles)
 
     def descriptors(self, move: str) -> dict[int, int]:
         """O_PATH descriptors of what is kept, by index in TreeFacts; they are the caller's. Raises SnapshotError."""

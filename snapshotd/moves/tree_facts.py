@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from snapshotd.api.snapshotd_pb2 import FileFact
+from snapshotd.files import paths
 from snapshotd.preflight.objects import Kind, kind_of
 from snapshotd.proc import maps, privileges, status
 from snapshotd.proc.fd import read_info, read_links
@@ -34,6 +35,7 @@ class File(msgspec.Struct, frozen=True, array_like=True):
     size: int = 0
     mtime_ns: int = 0
     digest: str = ""  # of the content, if preflight has one; hex
+    born_ns: int = 0  # 0: not known
 
     @property
     def is_named_file(self) -> bool:
@@ -88,12 +90,13 @@ class _Table:
         self._digests = digests
         self._mapped: dict[object, int] = {}
 
-    def add(self, link: str, stat: os.stat_result | None) -> int:
+    def add(self, link: str, stat: os.stat_result | None, handle: str) -> int:
+        """`handle`: a link of /proc that leads to it."""
         key = (stat.st_dev, stat.st_ino, link) if stat is not None else link
         index = self._index.get(key)
         if index is None:
             index = self._index[key] = len(self.files)
-            self.files.append(self._file(link, stat))
+            self.files.append(self._file(link, stat, handle))
         return index
 
     def add_mapped(self, pid: int, mapping: maps.Mapping) -> int:
@@ -102,11 +105,12 @@ class _Table:
         index = self._mapped.get(key)
         if index is None:
             in_memory = kind_of(mapping.path, None) is not Kind.ANON  # only its name identifies it
-            stat = None if in_memory else os.stat(maps.map_file(pid, mapping))
-            index = self._mapped[key] = self.add(mapping.path, stat)
+            handle = maps.map_file(pid, mapping)
+            stat = None if in_memory else os.stat(handle)
+            index = self._mapped[key] = self.add(mapping.path, stat, handle)
         return index
 
-    def _file(self, link: str, stat: os.stat_result | None) -> File:
+    def _file(self, link: str, stat: os.stat_result | None, handle: str) -> File:
         kind = kind_of(link, stat)
         if stat is None:
             return File(link, kind.name)
@@ -123,6 +127,7 @@ class _Table:
             size=stat.st_size,
             mtime_ns=stat.st_mtime_ns,
             digest=known.digest.hex() if known is not None and same else "",
+            born_ns=paths.born_ns(handle, follow=True) if mode_of.S_ISREG(stat.st_mode) else 0,
         )
 
 
@@ -159,7 +164,7 @@ def _process(pid: int, table: _Table) -> ProcessFacts:
 def _open_files(pid: int, table: _Table) -> Iterable[OpenFile]:
     for number, link, folder in read_links(pid):
         stat = os.stat(str(number), dir_fd=folder) if link.startswith("/") else None
-        yield OpenFile(number, read_info(pid, number).flags, table.add(link, stat))
+        yield OpenFile(number, read_info(pid, number).flags, table.add(link, stat, f"/proc/{pid}/fd/{number}"))
 
 
 def _mapped_files(pid: int, table: _Table) -> Iterable[MappedFile]:

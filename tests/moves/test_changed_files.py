@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -12,15 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from snapshotd.api.errors import Refused
-from snapshotd.files import paths, put_back
+from snapshotd.api.errors import Refused, Timeout
+from snapshotd.files import cut_back, paths, put_back
 from snapshotd.files.as_user import User
+from snapshotd.files.held import Held
 from snapshotd.files.put_back import Wanted
+from snapshotd.holder.client import Holder
+from snapshotd.holder.process import BATCH
 from snapshotd.moves import tree_facts
 from snapshotd.moves.changed_file import ChangedFile, Policy
-from snapshotd.moves.kept_files import SMALL_BYTES, KeptFiles, name_in_image
+from snapshotd.moves.kept_files import SMALL_BYTES, KeptFiles, PutBack, Small, name_in_image
+from snapshotd.moves.source import open_files
 from snapshotd.moves.target import changed_files
 from snapshotd.moves.target.changed_files import Data, Settled
 from snapshotd.moves.tree_facts import File, MappedFile, OpenFile, ProcessFacts, TreeFacts
@@ -68,6 +74,7 @@ def facts(*files: Path, flags: int = os.O_WRONLY | os.O_APPEND, rights: str = ""
                 inode=stat.st_ino,
                 size=stat.st_size,
                 mtime_ns=stat.st_mtime_ns,
+                born_ns=paths.born_ns(str(path)),
             )
         )
     opened = [OpenFile(3 + index, flags, index) for index in range(len(found))]
@@ -304,9 +311,21 @@ def test_second_replacement_is_kept_under_another_name(folder: Path) -> None:
     assert file.read_text() == "ab"
 
 
+def without_nameless(opens: Callable[..., int]) -> Callable[..., int]:
+    """open(2) of a file system such as NFS."""
+
+    def act(path: str, flags: int, *given: Any, **more: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "no such operation here")
+        return opens(path, flags, *given, **more)
+
+    return act
+
+
+@pytest.mark.parametrize("has_name", [False, True])
 @pytest.mark.parametrize("renames", [1, 2])
 def test_put_back_that_is_interrupted_at_a_rename_is_continued(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, renames: int, has_name: bool
 ) -> None:
     """Before and after what is there was set aside: as if the machine had failed, so that nothing is cleaned up."""
     file = written(folder, "train.log", "ab")
@@ -314,21 +333,31 @@ def test_put_back_that_is_interrupted_at_a_rename_is_continued(
     with open(file, "rb") as content:
         file.unlink()
         written(folder, "train.log", "other")
-        rename, left = paths.rename_to_free, renames
+        left = renames
 
-        def dies(*given: Any) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                raise Died
-            rename(*given)
+        def dying(does: Callable[..., None]) -> Callable[..., None]:
+            def act(*given: Any, **more: Any) -> None:
+                nonlocal left
+                left -= 1
+                if not left:
+                    raise Died
+                does(*given, **more)
 
-        monkeypatch.setattr(paths, "rename_to_free", dies)
+            return act
+
+        if has_name:
+            monkeypatch.setattr(put_back.os, "open", without_nameless(os.open))  # type: ignore[attr-defined]
+        monkeypatch.setattr(paths, "rename_to_free", dying(paths.rename_to_free))
+        monkeypatch.setattr(put_back.os, "link", dying(os.link))  # type: ignore[attr-defined]
         monkeypatch.setattr(put_back.os, "unlink", lambda *given, **more: None)  # type: ignore[attr-defined]
         with pytest.raises(Died):
             put_back.order_put_back(str(file), str(folder), content.fileno(), wanted, "rolled-back-x", "0")
         monkeypatch.undo()
         assert "other" in {path.read_text() for path in folder.iterdir()}, "nothing of the user's is lost"
+        hidden = [path.name for path in folder.iterdir() if path.name.startswith(".")]
+        assert hidden == ([".train.log.rolled-back-x.0"] if has_name else []), (
+            "nothing is left of a file without a name"
+        )
         answer = put_back.order_put_back(str(file), str(folder), content.fileno(), wanted, "rolled-back-x", "0")
     assert (answer["beside"], answer["was_there"]) == ("train.log.rolled-back-x", False)
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
@@ -372,6 +401,101 @@ def test_rank_does_not_take_a_file_away_that_another_rank_has_put_back(folder: P
         assert only(settle(first, data=data)).action == "restored"
         assert only(settle(second, Policy.KEEP, data)).action == "kept"
     assert [path.name for path in folder.iterdir()] == ["shared.log"]
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("first_is_longer", [False, True])
+def test_rank_does_not_take_a_file_away_that_another_rank_has_cut_back(
+    folder: Path, image: Path, grows: bool, first_is_longer: bool
+) -> None:
+    """As above, for a file that is only written. The image has a copy of it, which would get its name."""
+    file = written(folder, "shared.log", "ab")
+    first = facts(file)
+    with file.open("a") as more:
+        more.write("c")
+    second = facts(file)
+    (image / name_in_image(0)).write_text("abc")
+    if first_is_longer:
+        first, second = second, first
+    else:
+        os.truncate(file, 2)
+    if grows:
+        with file.open("a") as more:
+            more.write("after the snapshot")
+    data = Data(image)
+    settle(first, data=data)
+    found = file.stat()
+    said = f"open in another rank of the job with {first.files[0].size} bytes.* had {second.files[0].size} in this"
+    with pytest.raises(Refused, match=said):
+        settle(second, data=data)
+    with pytest.raises(Refused, match=said):  # the rollback is repeated
+        settle(second, data=data)
+    settle(first, data=data)
+    assert (file.stat().st_ino, file.stat().st_size) == (found.st_ino, first.files[0].size)
+    done = settle(second, Policy.KEEP, data)
+    assert (only(done).action, done.sizes) == ("kept", {str(file): first.files[0].size})
+
+
+def test_file_that_one_rank_was_left_is_not_cut_back_by_another(folder: Path) -> None:
+    file = written(folder, "shared.log", "abcdef")
+    first = facts(file)
+    os.truncate(file, 2)
+    second = facts(file)
+    os.truncate(file, 4)
+    data = Data(Path("/nonexistent"))
+    assert settle(first, Policy.KEEP, data).sizes == {str(file): 4}
+    assert settle(second, Policy.KEEP, data).sizes == {str(file): 4}
+
+
+def test_rollbacks_of_other_jobs_do_not_wait_for_one_that_puts_files_back() -> None:
+    files = PutBack()
+    with ThreadPoolExecutor(1) as threads, files.turn("a") as mine:
+        mine["/x"] = [1]
+
+        def other() -> dict[str, list[int]]:
+            with files.turn("b") as theirs:
+                return dict(theirs)
+
+        assert threads.submit(other).result(timeout=30) == {}
+    for number in range(200):  # it is forgotten only if it was not used for long
+        with files.turn(str(number)), files.turn("a") as mine:
+            assert mine == {"/x": [1]}
+
+
+def test_other_file_that_has_got_the_inode_number_is_not_cut_back(folder: Path, image: Path) -> None:
+    """As on NFS, where no descriptor keeps the number in use."""
+    file = written(folder, "train.log", "another file")
+    (now,) = facts(file).files
+    assert now.born_ns, "the file system of this test says when a file was made"
+    before = msgspec.structs.replace(now, size=2, born_ns=now.born_ns - 1)
+    described = msgspec.structs.replace(facts(file), files=[before])
+    with pytest.raises(Refused, match="replaced by another file since the snapshot, and its data was not kept"):
+        settle(described)
+    order: dict[str, Any] = {"inode": now.inode, "size": 2, "suffix": "x", "user_id": USER.user_id}
+    with pytest.raises(OSError, match="replaced by another file"):
+        cut_back.order_cut(str(file), born_ns=before.born_ns, **order)
+    assert [path.read_text() for path in folder.iterdir()] == ["another file"]
+    (image / name_in_image(0)).write_text("ab")
+    done = only(settle(described, data=Data(image)))
+    assert (done.change, file.read_text(), (folder / done.beside).read_text()) == ("replaced", "ab", "another file")
+    described = facts(written(folder, "other.log", "ab"))
+    unknown = msgspec.structs.replace(described.files[0], size=1, born_ns=0)
+    assert len(cut(msgspec.structs.replace(described, files=[unknown]))) == 1, "its number is all that is known"
+
+
+@pytest.mark.parametrize("bit", [0o4000, 0o2000, 0o1000])
+def test_special_bits_are_not_set(folder: Path, bit: int) -> None:
+    file = written(folder, "tool", "ab")
+    file.chmod(bit | 0o755)
+    described = facts(file)
+    with kept(file) as data, open(file, "rb") as content:
+        file.unlink()
+        with pytest.raises(Refused, match="set-user-id, set-group-id and sticky bits are not set again"):
+            settle(described, data=data)
+        wanted = Wanted(2, described.files[0].mode, *USER[:2], 1_000_000_000)
+        for is_there in (False, True):
+            answer = put_back.order_put_back(str(file), str(folder), content.fileno(), wanted, "x", "0")
+            assert (answer["was_there"], answer["beside"], file.stat().st_mode) == (is_there, "", 0o100755)
 
 
 def test_carried_file_of_another_user_that_has_not_changed_is_left_alone(folder: Path, image: Path) -> None:
@@ -488,6 +612,71 @@ def test_carried_file_that_has_changed_becomes_that_of_the_image_or_is_left(
     texts = ["0123"] * 5 if policy is Policy.RESTORE else ["0123", "abcd", "other", "", "0123"]
     assert [file.read_text() for file in files[:5]] == texts
     assert done.left == (set() if policy is Policy.RESTORE else {str(file) for file in files[:5]})
+
+
+class Sent:
+    """Stands in for the image channel."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+
+    async def put_open_file(self, name: str, fd: int) -> None:
+        self.files[name] = os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+@pytest.mark.parametrize(("size", "sent"), [(10, b"0123"), (4, b"0123"), (3, None), (0, None)])
+async def test_small_file_that_changes_after_the_freeze_is_sent_as_it_was_or_not_at_all(
+    folder: Path, size: int, sent: bytes | None
+) -> None:
+    file = written(folder, "small", "0123")
+    with open(file, "rb") as opened:
+        seen = os.fstat(opened.fileno())
+        held = Held(f"/proc/self/fd/{opened.fileno()}", (seen.st_dev, seen.st_ino), True)
+        os.truncate(file, size)
+        channel: Any = Sent()
+        await open_files.send_kept(channel, Small("kept-0", held, 4), USER)
+    assert channel.files == ({} if sent is None else {"kept-0": sent})
+
+
+async def test_small_file_whose_file_system_does_not_answer_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(held: Held, user: User) -> int:
+        raise Timeout("the file system did not answer")
+
+    monkeypatch.setattr(open_files, "open_held", hangs)
+    channel: Any = Sent()
+    await open_files.send_kept(channel, Small("kept-0", Held("/proc/self/fd/0", (0, 0), True), 4), USER)
+    assert channel.files == {}
+
+
+def test_descriptors_are_handed_over_in_batches(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank waits for each answer."""
+    names = [str(written(folder, f"file-{number}", "01")) for number in range(2 * BATCH + 1)]
+    keep, asked = Holder.keep, list[int]()
+
+    def counts(holder: Holder, key: str, blocks: Any, fds: Any) -> None:
+        asked.append(len(fds))
+        keep(holder, key, blocks, fds)
+
+    monkeypatch.setattr(Holder, "keep", counts)
+    program = "import sys; files = [open(name, 'r+') for name in sys.argv[1:]]; print('open', flush=True); input()"
+    command = [sys.executable, "-c", program, *names]
+    files = KeptFiles(tmp_path / "files.sock")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        described = tree_facts.gather([process.pid])
+        files.keep("m-0000000000aa", [process.pid], described, [])
+        process.communicate("\n")
+    assert asked == [BATCH, BATCH, 1]
+    handles = files.descriptors("m-0000000000aa")
+    assert {os.readlink(f"/proc/self/fd/{handle}") for handle in handles.values()} == set(names)
+    assert all(os.fstat(handle).st_ino == described.files[index].inode for index, handle in handles.items())
+    for handle in handles.values():
+        os.close(handle)
+    files.drop("m-0000000000aa")
+    files.close()
 
 
 def test_descriptors_outlive_the_daemon_until_they_are_dropped(folder: Path, tmp_path: Path) -> None:

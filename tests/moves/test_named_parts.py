@@ -27,9 +27,11 @@ PART = JobPart("night-1-00000001", 1, MINE, "node-1", "e", copy=COPY, copy_node=
 class Buddy:
     """node-2, which keeps copies, and its coordinator, node-3, whose version may be too old to name ranks."""
 
-    def __init__(self, folder: Path, *, names: bool = True) -> None:
+    def __init__(self, folder: Path, *, names: bool = True, user_id: int = 7) -> None:
         here = ("node-3", "e", "node-3", "e", "00" * 32, "boot", 1.0)
-        self.record = Journal(folder / "coordinator").begin(Begin(RECORD, "job", "", "night", 0, *here, user_id=7))
+        self.record = Journal(folder / "coordinator").begin(
+            Begin(RECORD, "job", "", "night", 0, *here, user_id=user_id)
+        )
         self.record.mark(Mark.BEGUN, participants=[PART])
         self.names = names
         self.images = folder / "images"
@@ -108,3 +110,8 @@ async def test_copy_that_an_older_coordinator_cannot_name_is_kept_and_uses_no_im
     buddy.keeps()
     assert (await buddy.prepare()).begin.user_id == -1
     assert list(replicas.images_for(buddy.node, COPY)[1]) == []
+
+
+async def test_record_of_an_old_journal_that_does_not_say_whose_it_is_names_no_rank(tmp_path: Path) -> None:
+    buddy = Buddy(tmp_path, user_id=-1)
+    assert (await buddy.prepare()).begin.user_id == -1

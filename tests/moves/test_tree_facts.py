@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from snapshotd.files import paths
 from snapshotd.moves import tree_facts
 from snapshotd.moves.tree_facts import File, TreeFacts
 from snapshotd.proc import maps
@@ -52,3 +53,12 @@ def test_files_that_forked_processes_have_mapped_are_described_for_each_of_them(
     own = {file.link: file for *_, file in mapped(both, 1) if file.link.startswith(str(tmp_path))}
     assert own[f"{tmp_path}/old{maps.DELETED}"].size == 4096
     assert own[f"{tmp_path}/new"].size == 8192
+    assert own[f"{tmp_path}/new"].born_ns == paths.born_ns(f"{tmp_path}/new") > 0
+
+
+def test_time_of_birth_of_open_files_is_described(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+        file.write("later")
+        file.flush()
+        found = {one.link: one for one in tree_facts.gather([os.getpid()]).files}
+    assert found[str(tmp_path / "log")].born_ns == paths.born_ns(str(tmp_path / "log")) > 0

@@ -80,8 +80,11 @@ def outcome_of(journal: Journal, move_log: MoveLog) -> pb.Outcome:
 
 
 def name_part(found: pb.Outcome, move_log: MoveLog, move: str) -> None:
-    """Adds to the answer whose the move, or the copy, of one rank is: a node compares it with what it was told."""
-    found.job, found.user_id = move_log.begin.job, max(move_log.begin.user_id, 0)
+    """Adds to the answer whose the move, or the copy, of one rank is: a node compares it with what it was told. Records of
+    version 0.1 do not say whose the job is, and name nothing."""
+    if move_log.begin.user_id < 0:
+        return
+    found.job, found.user_id = move_log.begin.job, move_log.begin.user_id
     for part in move_log.whole().participants:
         if move in (part.move, part.copy):
             found.participant.CopyFrom(part.to_proto())

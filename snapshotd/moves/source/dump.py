@@ -243,8 +243,8 @@ class Dump:
                 if stat.S_ISREG(fact.mode):
                     held = carried.held[fact.path]
                     await open_files.send_carried(self.sender, f"carry-{index}", fact.path, held, user)
-            for name, held in self.kept:
-                await open_files.send_kept(self.sender, name, held, user)
+            for small in self.kept:
+                await open_files.send_kept(self.sender, small, user)
             for name, path in follow.items():
                 await self.sender.put_file(name, path)
             described = msgspec.structs.replace(description, below=below.described(self.layers))

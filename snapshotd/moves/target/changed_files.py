@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from snapshotd.api.errors import Refused, SnapshotError, Where
+from snapshotd.files import cut_back, paths
 from snapshotd.files.as_user import User, UserFiles, file_user
-from snapshotd.files.put_back import NAME_CHARACTERS
+from snapshotd.files.closed import PERMISSIONS
+from snapshotd.files.put_back import NAME_CHARACTERS, identity
 from snapshotd.moves import kept_files
 from snapshotd.moves.changed_file import Action, Change, ChangedFile, Policy
 from snapshotd.moves.description import ImageDescription
@@ -139,7 +141,8 @@ def settle(
         if in_image and not same_node:
             continue
         try:
-            settling.settle(index, file, in_image=in_image)
+            with data.put_back.turn(settling.suffix) as settling.by_others:
+                settling.settle(index, file, in_image=in_image)
         except OSError as error:
             settling.refused.append(f"{file.link} {error.strerror or error}")
     for one in settling.done.changed:
@@ -159,19 +162,26 @@ class _Settling:
     def __init__(self, user: User, suffix: str, token: str, policy: Policy, data: Data, mapped: set[int]) -> None:
         self.user, self.suffix, self.token, self.policy, self.data = user, suffix, token, policy, data
         self.mapped = mapped
+        self.by_others: dict[
+            str, list[int]
+        ] = {}  # files that other ranks of this node have settled, while it is our turn
         self.done = Settled()
         self.refused: list[str] = []
 
     def settle(self, index: int, file: File, *, in_image: bool) -> None:
         """Raises OSError with the reason for a refusal."""
         here = _look(file.link)
-        if here is not None and stat.S_ISREG(here.st_mode) and here.st_ino == file.inode:
-            if here.st_size >= file.size:
+        if here is not None and cut_back.is_same(here, paths.born_ns(file.link), file.inode, file.born_ns):
+            change = Change.SHORTENED if here.st_size < file.size else Change.GROWN
+            if here.st_size != file.size and identity(here) in self.by_others.values():
+                self._share(index, file, here, change, in_image=in_image)
+                return
+            if change is Change.GROWN:
                 self._cut(file, here)
                 if in_image:
                     self._settle_carried(index, file, here)
+                self._have(file)
                 return
-            change = Change.SHORTENED
         elif here is not None:
             change = Change.REPLACED
         else:
@@ -185,6 +195,22 @@ class _Settling:
             self._leave(index, file, here, change, in_image=in_image)
         else:
             self._restore(index, file, change, in_image=in_image)
+
+    def _share(self, index: int, file: File, here: os.stat_result, change: Change, *, in_image: bool) -> None:
+        """Another rank has the file open by now, with the size that it has. This one had it with another size, because one of
+        them went on, and wrote, before the other was dumped."""
+        if self.policy is not Policy.KEEP:
+            raise OSError(
+                0,
+                f"is open in another rank of the job with {here.st_size} bytes, which it had in that rank's snapshot,"
+                f" and had {file.size} in this rank's",
+            )
+        self._leave(index, file, here, change, in_image=in_image)
+
+    def _have(self, file: File) -> None:
+        """Lets other ranks know that this one has the file as it is now."""
+        if (here := _look(file.link)) is not None:
+            self.by_others[file.link] = identity(here)
 
     def _settle_carried(self, index: int, file: File, here: os.stat_result) -> None:
         """A file that is the same one, of which there is a copy: it may have been overwritten. One of another user must not
@@ -211,6 +237,7 @@ class _Settling:
                     size_bytes=here.st_size,
                     path=file.link,
                     inode=file.inode,
+                    born_ns=file.born_ns,
                     size=file.size,
                     suffix=self.suffix,
                 )
@@ -227,11 +254,16 @@ class _Settling:
         self.done.sizes[file.link] = here.st_size
         if in_image:
             self.done.left.add(file.link)
+        self._have(file)
         self._note(file, change, Action.KEPT)
 
     def _restore(self, index: int, file: File, change: Change, *, in_image: bool) -> None:
         if self.user.user_id not in (0, file.user_id):
             raise OSError(0, f"{change.words} since the snapshot, and belongs to user {file.user_id}")
+        if file.mode & ~PERMISSIONS & 0o7777 and not in_image:
+            raise OSError(
+                0, f"{change.words} since the snapshot, and set-user-id, set-group-id and sticky bits are not set again"
+            )
         now = self.data.now(index, file)
         with ExitStack() as opened:
             content = self.data.in_image(index, file)
@@ -246,22 +278,20 @@ class _Settling:
                 content, size = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0
                 opened.callback(os.close, content)
                 self.done.sizes[file.link] = 0
-            mode = stat.S_IMODE(file.mode) & 0o777 if in_image else file.mode
             above = _existing(os.path.dirname(file.link))
             files = opened.enter_context(UserFiles(self.user, Where.SUSPENDED, write=[above]))
-            by_others = opened.enter_context(self.data.put_back.turn(self.suffix))
             answer, _ = files.ask(
                 "put_back",
                 [content],
                 size_bytes=3 * size,
                 path=file.link,
                 above=above,
-                wanted=[size, mode, file.user_id, file.group_id, file.mtime_ns],
+                wanted=[size, file.mode & PERMISSIONS, file.user_id, file.group_id, file.mtime_ns],
                 suffix=self.suffix,
                 token=self.token,
-                put_back=by_others.get(file.link),
+                put_back=self.by_others.get(file.link),
             )
-            by_others[file.link] = [int(number) for number in answer["file"]]
+            self.by_others[file.link] = [int(number) for number in answer["file"]]
         action = Action.RESTORED if file.link not in self.done.sizes else Action.EMPTY
         beside = str(answer["beside"])
         if answer["was_there"] and change is Change.OVERWRITTEN:
