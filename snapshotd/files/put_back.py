@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from snapshotd.files.closed import PERMISSIONS
 
 #: How often something else may appear at the name meanwhile.
 _TRIES = 10
+_LOCK_TRIES, _LOCK_EVERY_S = 100, 0.05
 #: Files that are kept beside one name, for one rollback.
 _MOST_BESIDE = 100
 #: Of a name; the rest is for what is added to it.
@@ -94,12 +96,16 @@ def _folder(parent: str, above: str) -> int:
 
 @contextlib.contextmanager
 def _locked(folder: int) -> Iterator[None]:
-    """Other ranks of the job on this node wait. Not every file system can lock a directory, nor every user read one; then
-    `_put` notices another rank."""
+    """Other ranks of the job on this node wait. Not every file system can lock a directory, nor every user read one, and
+    anybody may hold the lock of a shared one for ever; then `_put` notices another rank."""
     lock = -1
     with contextlib.suppress(OSError):
         lock = os.open(f"/proc/self/fd/{folder}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        for _ in range(_LOCK_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_LOCK_EVERY_S)
     try:
         yield
     finally:

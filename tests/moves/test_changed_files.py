@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -496,6 +497,23 @@ def test_special_bits_are_not_set(folder: Path, bit: int) -> None:
         for is_there in (False, True):
             answer = put_back.order_put_back(str(file), str(folder), content.fileno(), wanted, "x", "0")
             assert (answer["was_there"], answer["beside"], file.stat().st_mode) == (is_there, "", 0o100755)
+
+
+def test_lock_of_a_shared_directory_keeps_no_file_from_being_put_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user may lock /tmp, for ever."""
+    monkeypatch.setattr(put_back, "_LOCK_EVERY_S", 0.0)
+    file = written(folder, "log", "ab")
+    wanted, held = Wanted(2, 0o100600, *USER[:2], 1_000_000_000), os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with open(file, "rb") as content:
+            file.unlink()
+            put_back.order_put_back(str(file), str(folder), content.fileno(), wanted, "x", "0")
+    finally:
+        os.close(held)
+    assert file.read_text() == "ab"
 
 
 def test_carried_file_of_another_user_that_has_not_changed_is_left_alone(folder: Path, image: Path) -> None:
