@@ -63,6 +63,11 @@ def sizes(answer: dict[str, Any]) -> dict[str, int]:
     return {one["name"]: one["bytes"] for one in answer["parts"]}
 
 
+def holders(nodes: Cluster) -> set[int]:
+    """The processes that hold device memory, without those that keep files which the rank of a snapshot had open."""
+    return set(nodes.processes_of("snapshotd.holder")) - set(nodes.processes_of("files.sock"))
+
+
 def kill(lab: GpuCluster, job: Job) -> None:
     (rank,) = lab.cluster.processes_of(f"{job.name}.end")
     os.kill(rank, signal.SIGKILL)
@@ -71,7 +76,7 @@ def kill(lab: GpuCluster, job: Job) -> None:
 def snapshot_and_rollback(lab: GpuCluster, job: Job) -> None:
     """Both work, and nothing is left on a GPU but the rank."""
     taken = ask(lab.cluster, "snapshot", job.name)
-    until("the holders to end", lambda: not lab.cluster.processes_of("snapshotd.holder"))
+    until("the holders to end", lambda: not holders(lab.cluster))
     job.await_progress(3)
     kill(lab, job)
     back = ask(lab.cluster, "rollback", job.name)

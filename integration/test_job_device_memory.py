@@ -15,7 +15,7 @@ import pytest
 
 from integration.gpu_nodes import GpuCluster
 from integration.harness import PATIENCE_S, SHORT_LEASE, until
-from integration.job_device_memory import CONTEXT_MIB, ask, asking, kill, sizes, snapshot_and_rollback, start
+from integration.job_device_memory import CONTEXT_MIB, ask, asking, holders, kill, sizes, snapshot_and_rollback, start
 from integration.offloads import LARGE_MIB, MIB, UNDONE, children, part
 from snapshotd.runtime.faults import Point
 
@@ -49,7 +49,7 @@ def test_copy_stays_on_the_gpu_and_is_saved_while_the_rank_goes_on(holding: GpuC
         assert LARGE_MIB * MIB <= of["offload"] == of["give-back"] == of["save"], taken
         assert of["checkpoint"] <= CONTEXT_MIB * MIB
         assert "copy-out" not in of
-        until("the holders to end", lambda: not holding.cluster.processes_of("snapshotd.holder"))
+        until("the holders to end", lambda: not holders(holding.cluster))
         job.await_progress(3)
         if node == ONE:
             kill(holding, job)
@@ -115,7 +115,7 @@ def test_snapshot_whose_memory_cannot_be_saved_does_not_count(holding: GpuCluste
     assert asked.code == UNDONE, f"{asked.answer} {asked.errors}"
     assert "is not in the image" in asked.answer["reason"]
     job.await_progress(3)
-    until("the holders to end", lambda: not holding.cluster.processes_of("snapshotd.holder"))
+    until("the holders to end", lambda: not holders(holding.cluster))
     kill(holding, job)
     ask(holding.cluster, "rollback", job.name)
     job.await_progress(3)
@@ -143,6 +143,6 @@ def test_daemon_killed_during_a_snapshot_gives_the_memory_back(holding: GpuClust
         holding.lab.start_daemon(ONE, timeout_s=PATIENCE_S)
     assert asked.code != 0, asked.answer
     job.await_progress(3)
-    until("the holders to end", lambda: not holding.cluster.processes_of("snapshotd.holder"))
+    until("the holders to end", lambda: not holders(holding.cluster))
     snapshot_and_rollback(holding, job)
     holding.ends_well(job)

@@ -95,7 +95,7 @@ def test_tensor_pipeline_and_data_parallel_job_is_rolled_back_after_two_ranks_we
     assert {rank["rank"]: rank["node"] for rank in answer["ranks"]}[7] == SPARE
     job.await_progress()
     assert len(_processes(wide, job)) == 8
-    job.ends_well()
+    job.ends_well(failed_once=True)  # on a busy machine others notice the loss before the rollback
 
 
 @pytest.mark.sampled(1, group="whole NCCL jobs")
