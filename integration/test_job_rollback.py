@@ -95,6 +95,15 @@ def test_ddp_job_is_rolled_back_onto_another_node_after_its_node_was_lost(torch_
     until("nothing to be left", lambda: not nodes.leftovers())
 
 
+def _roll_back_after_a_loss(torch_lab: TorchLab, job: TorchJob) -> None:
+    """Kills rank 1, and waits until its protection, which runs beside rank 0, has rolled the job back."""
+    ranks = torch_lab.cluster.processes_of(str(job.end))
+    (one,) = [pid for pid in ranks if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(one, signal.SIGKILL)
+    until("the rollback", lambda: ", down " in job.agents[0].text(), 240)
+    job.await_progress(3)
+
+
 @pytest.mark.timeout(900)
 def test_protected_ddp_job_goes_on_after_a_rank_was_killed_and_a_node_lost(torch_lab: TorchLab) -> None:
     """`migrator run --protect` rolls the job back without being asked. Its keepers hold back the failure of the killed rank
@@ -111,11 +120,7 @@ def test_protected_ddp_job_goes_on_after_a_rank_was_killed_and_a_node_lost(torch
     until("the first snapshot", lambda: ", paused " in said())
     until("one of the job in training", lambda: nodes.migrator("job", "snapshot", job.name).returncode == 0)
     job.await_progress(3)
-    ranks = nodes.processes_of(str(job.end))
-    (one,) = [pid for pid in ranks if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
-    os.kill(one, signal.SIGKILL)
-    until("the rollback", lambda: ", down " in said(), 240)
-    job.await_progress(3)
+    _roll_back_after_a_loss(torch_lab, job)
     assert all(agent.process.poll() is None for agent in job.agents), job.text()
     assert len(nodes.processes_of(str(job.end))) == 2
     nodes.move(job.agents[0], SPARE, rank=1)
@@ -153,11 +158,7 @@ def test_protected_job_of_torchrun_is_rolled_back_with_its_store(torch_lab: Torc
     job.await_steps(5)
     until("the first snapshot", lambda: ", paused " in said())
     job.await_progress(3)
-    ranks = nodes.processes_of(str(job.end))
-    (one,) = [pid for pid in ranks if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
-    os.kill(one, signal.SIGKILL)
-    until("the rollback", lambda: ", down " in said(), 240)
-    job.await_progress(3)
+    _roll_back_after_a_loss(torch_lab, job)
     job.end.touch()  # the job makes a new group now, with the store
     assert job.finish() == [0, 0], f"{job.text()}\n{nodes.logs()}"
     torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)

@@ -34,7 +34,7 @@ from snapshotd.moves.tree_facts import File, MappedFile, OpenFile, ProcessFacts,
 from snapshotd.preflight.objects import Kind
 from snapshotd.proc.privileges import Credentials
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")]
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.getuid() != 0, reason="needs root: it becomes another user")]
 
 USER = User(4711, 4711)
 RECORD = "m-0000000000cc"

@@ -100,7 +100,7 @@ def takes_its_pages_away(server: Process, folder: Path, rank: Rank) -> str:
 def silent(start: Callable[[Act], Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     """A rank whose twin maps a file of a FUSE server that does not answer, when it is told to."""
     if not os.path.exists("/dev/fuse"):
-        pytest.skip("no FUSE server can be started: this kernel has no /dev/fuse")
+        pytest.skip("needs /dev/fuse, for a FUSE server that never answers")
     monkeypatch.setattr(child_process, "REAP_S", 0.1)  # one that waits for the server ends with it
     folder = tmp_path / "fuse"
     folder.mkdir()
@@ -222,7 +222,11 @@ async def test_copy_that_gets_no_answer_is_given_up(silent: Rank, monkeypatch: p
     assert "did not answer within" in (await saved(silent, made)).failure
 
 
-async def test_copy_whose_child_is_killed_fails(start: Callable[[Act], Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_copy_whose_child_is_killed_fails(
+    start: Callable[[Act], Rank], monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """`at_once`: it has ended before it could get its descriptors."""
     rank = start(lambda _rank: None)
     made = found(rank)
     begin = child_process.start
@@ -230,6 +234,8 @@ async def test_copy_whose_child_is_killed_fails(start: Callable[[Act], Rank], mo
     def killed(module: str) -> child_process.ChildProcess:
         child = begin(module)
         child.process.kill()
+        if at_once:
+            child.process.wait()
         return child
 
     monkeypatch.setattr(child_process, "start", killed)

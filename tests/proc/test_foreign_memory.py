@@ -35,7 +35,7 @@ Silent = Callable[..., tuple[Process, int]]
 @pytest.fixture
 def silent(tmp_path: Path) -> Iterator[Silent]:
     if not os.path.exists("/dev/fuse"):
-        pytest.skip("no FUSE server can be started: this kernel has no /dev/fuse")
+        pytest.skip("needs /dev/fuse, for a FUSE server that never answers")
     started: list[subprocess.Popen[bytes]] = []
 
     def start(name: str = "file", user_id: int = 0) -> tuple[Process, int]:

@@ -100,7 +100,10 @@ class Copy:
             child = child_process.start(twin_copy_child.__name__)
             self._children.append(child)
             child.line.setblocking(False)
-            socket.send_fds(child.line, [b"\0"], [self._memory, self._file])
+            try:
+                socket.send_fds(child.line, [b"\0"], [self._memory, self._file])
+            except ConnectionError as error:
+                raise self._ended(child) from error
 
     async def _feed(self, child: ChildProcess) -> None:
         """Has one child copy chunks until there are no more."""
