@@ -5,9 +5,6 @@
 PYTHON := .venv/bin/python
 # The tests start some thousand processes in Python: they are slow without its compiled files.
 unexport PYTHONDONTWRITEBYTECODE
-# More workers than processors, because most tests wait for processes. Tests of one file stay together while others have work.
-WORKERS ?= $(shell expr 2 \* `nproc`)
-PARALLEL := -n $(WORKERS) --dist worksteal
 PYTEST := $(PYTHON) -m pytest --durations=20 --durations-min=1
 # With SAMPLE="--seed N" the tests run the sample of another day (tests/sampling.py).
 SAMPLE ?=
@@ -36,12 +33,12 @@ demo-rollback: setup ## power a node off under a protected training job, which g
 test test-all test-fast: export SNAPSHOT_LANE = ci
 test-all: SAMPLE = --whole
 test test-all: setup lint ## lint, unit tests and integration tests; test-all: every case of the exhaustive tests
-	$(PYTEST) tests $(PARALLEL) $(SAMPLE)
-	$(PYTEST) integration $(PARALLEL) $(SAMPLE)
+	tools/test tests $(SAMPLE)
+	tools/test integration $(SAMPLE)
 	$(if $(filter test-all,$@),$(MAKE) --no-print-directory test-systemd)
 
 test-fast: setup ## the unit tests alone
-	$(PYTEST) tests $(PARALLEL) $(SAMPLE)
+	tools/test tests $(SAMPLE)
 
 # Part of `make test-all` only: it builds the packages, which takes as long as the tests themselves, and needs mmdebstrap and
 # systemd-nspawn, which `make setup` does not install. To run it with packages that are built already:

@@ -190,7 +190,7 @@ class ShimMemory:
                 payload = array.array("i", stripes)
                 connection.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, payload)])
         except OSError as error:
-            if not self.process.alive():
+            if not self.process.goes_on():
                 raise RankGone(f"process {self.process.pid} has ended", where=Where.ENDED) from error
             raise GpuFailed(
                 f"process {self.process.pid} cannot be given the files for its device memory: {error}",

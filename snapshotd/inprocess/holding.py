@@ -179,7 +179,7 @@ class Holding:
         return answer.first
 
     def _failed(self, what: str, why: str) -> SnapshotError:
-        if not self.process.alive():
+        if not self.process.goes_on():
             return RankGone(f"process {self.process.pid} has ended", where=Where.ENDED)
         return GpuFailed(f"the device memory of process {self.process.pid} cannot {what}: {why}")
 

@@ -203,7 +203,7 @@ class Connection:
 
     def _lost(self) -> SnapshotError:
         pid = self.process.pid
-        if self.process.alive():
+        if self.process.goes_on():
             return GpuFailed(
                 f"process {pid} ({name(pid)}) has replaced its program or lost {LIBRARY} during a conversation with it",
                 remedy="a plain retry is safe",
@@ -237,7 +237,7 @@ def locate(process: tree.Process, user_id: int) -> int | None:
     """
     try:
         address = symbols.mailbox_address(process, user_id, LIBRARIES)
-        if address is None and process.alive():
+        if address is None and process.goes_on():
             return None
         if address and Connection(process, address, user_id).speaks_our_version():
             return address
@@ -247,7 +247,7 @@ def locate(process: tree.Process, user_id: int) -> int | None:
         raise ended(process.pid) from error
     except PermissionError as error:
         raise _not_of(process, user_id) from error
-    if not process.alive():
+    if not process.goes_on():
         raise ended(process.pid)
     raise GpuFailed(
         f"process {process.pid} ({name(process.pid)}) has another version of {LIBRARY} than this daemon speaks to",
@@ -258,7 +258,7 @@ def locate(process: tree.Process, user_id: int) -> int | None:
 
 def _not_of(process: tree.Process, user_id: int) -> SnapshotError:
     pid = process.pid
-    if not process.alive():
+    if not process.goes_on():
         return ended(pid)
     return GpuFailed(
         f"process {pid} ({name(pid)}) has privileges beyond those of user {user_id}, or is not dumpable: nothing was written"

@@ -170,7 +170,7 @@ class Tracker:
         return found[0], found[1], found[2], message[ANSWER.size :]
 
     def _failed(self, error: OSError) -> SnapshotError:
-        if not self.process.alive():
+        if not self.process.goes_on():
             return RankGone(f"process {self.process.pid} has ended", where=Where.ENDED)
         if isinstance(error, TimeoutError):
             return Internal(f"the memory of process {self.process.pid} did not answer within {LIMIT_S:.0f} s")

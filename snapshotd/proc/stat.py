@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from snapshotd.proc.files import GONE, process_path, read_text
 
+_PF_EXITING = 0x4
+
 
 @dataclass(frozen=True, slots=True)
 class Stat:
@@ -16,12 +18,19 @@ class Stat:
     parent: int
     group: int
     session: int
+    flags: int  # of the kernel's task
     threads: int
     start_ticks: int  # clock ticks after boot
 
     @property
     def dead(self) -> bool:
         return self.state in "ZXx"
+
+    @property
+    def exiting(self) -> bool:
+        """Whether it has begun to end: it may no longer have memory, and is not a zombie yet. A program that another thread
+        replaces looks the same for a moment."""
+        return bool(self.flags & _PF_EXITING)
 
     @property
     def stopped(self) -> bool:
@@ -41,6 +50,7 @@ def parse(text: str) -> Stat:
         parent=int(fields[1]),
         group=int(fields[2]),
         session=int(fields[3]),
+        flags=int(fields[6]),
         threads=int(fields[17]),
         start_ticks=int(fields[19]),
     )
@@ -52,6 +62,14 @@ def read(pid: int, thread: int | None = None) -> Stat:
         return parse(read_text(process_path(pid, "stat", thread)))
     except FileNotFoundError as error:
         raise ProcessLookupError(f"no process {pid}") from error
+
+
+def exiting(pid: int) -> bool:
+    """Whether a process has begun to end, or has ended."""
+    try:
+        return read(pid).exiting
+    except ProcessLookupError:
+        return True
 
 
 def read_threads(pid: int) -> list[Stat]:

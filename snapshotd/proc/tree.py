@@ -52,6 +52,16 @@ class Process:
             return False
         return now.start_ticks == self.start_ticks and not now.dead
 
+    def goes_on(self, patience_s: float = 10.0) -> bool:
+        """Whether it is alive and not about to end: waits for the end of a process that has begun to end, which has no memory
+        left and is not a zombie yet. Blocks. For those who found its memory gone and ask why."""
+        give_up = time.monotonic() + patience_s
+        while self.alive() and stat.exiting(self.pid):
+            if time.monotonic() > give_up:
+                return False  # it still frees its memory, and runs none of its own code
+            time.sleep(0.001)
+        return self.alive()
+
     def signal(self, number: int) -> bool:
         """Sends a signal to this process and no other. False if it no longer exists."""
         try:

@@ -66,6 +66,8 @@ def test_stat_with_parentheses_in_the_name() -> None:
     assert not found.stopped
     assert stat.parse(STAT.replace(" S ", " Z ")).dead
     assert stat.parse(STAT.replace(" S ", " T ")).stopped
+    assert not found.exiting
+    assert stat.exiting(NO_SUCH_PID)
 
 
 def test_stat_of_this_process() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from snapshotd.proc import cgroup, tree
+from snapshotd.proc import cgroup, stat, tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.proc.tree import Process
 
@@ -162,3 +162,49 @@ def test_more_processes_than_pidfds_at_once_are_signalled(
     assert all(tree.stopped(pid) for pid in group.pids())
     tree.continue_all(group)
     assert all(tree.state(pid) in "RS" for pid in group.pids())
+
+
+def test_process_that_begins_to_end_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    process, looks = Process.of(child.pid), iter([True, True])
+
+    def exiting(pid: int) -> bool:
+        if next(looks, None):
+            return True
+        child.kill()
+        child.wait()
+        return True
+
+    monkeypatch.setattr(stat, "exiting", exiting)
+    assert not process.goes_on()
+    assert next(looks, None) is None
+
+
+def test_process_whose_program_another_thread_replaces_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([True, True, False])
+    monkeypatch.setattr(stat, "exiting", lambda pid: next(looks))
+    assert Process.of(os.getpid()).goes_on()
+    assert list(looks) == []
+
+
+def test_process_that_does_not_finish_ending_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stat, "exiting", lambda pid: True)
+    assert not Process.of(os.getpid()).goes_on(patience_s=0.01)
+
+
+def test_processes_whose_memory_is_gone_have_ended() -> None:
+    """Real ones, in the moment between the loss of their memory and their end."""
+    for _ in range(200):
+        child = subprocess.Popen(["sleep", "600"])
+        process = Process.of(child.pid)
+        child.kill()
+        try:
+            while True:
+                with open(f"/proc/{child.pid}/maps", "rb") as maps:
+                    if not maps.read():
+                        break
+        except ProcessLookupError:
+            pass
+        goes_on = process.goes_on()
+        child.wait()
+        assert not goes_on
