@@ -21,6 +21,7 @@ from typing import Any
 from migrator.autopilot import maintenance, mover, preempt, silence, validation
 from migrator.autopilot.decide import NodeDecision, RankDecision
 from migrator.autopilot.facts import AboutRank, about_node, about_ranks, intended, proposed
+from migrator.autopilot.hurrying import Hurrying, kept_by_others
 from migrator.autopilot.maintenance import MaintenanceDecision, about_maintenance, window_at
 from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, ProposalState, Rank
 from migrator.autopilot.pace import Pace
@@ -83,6 +84,7 @@ class Engine:
         self._latest: tuple[World, float] | None = None  # of the last round, and until when viewers get it
         self._suspender = Suspender(cluster, self.policy, store, self._look_at)
         self._silence = silence.Silence(cluster, store)
+        self._hurrying = Hurrying(cluster)
         self._progress = ProgressFeed(cluster, policy, store, self.watchers)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -94,9 +96,8 @@ class Engine:
             await self._progress.resume()
             watching += self._progress.start()
         try:
-            deadline = (
-                time.monotonic() + FIRST_S
-            )  # without it, a spare that has not answered yet would lead to an alert
+            # Without this, a spare that has not answered yet would lead to an alert.
+            deadline = time.monotonic() + FIRST_S
             while not stop.is_set() and self._unanswered() and time.monotonic() < deadline:
                 await self._sleep(watching)
             while not stop.is_set() and not await self._is_done():
@@ -108,7 +109,7 @@ class Engine:
             await asyncio.gather(*self._moving.values(), *self._suspender.tasks.values())
         finally:
             acting = [*self._moving.values(), *self._suspender.tasks.values(), *self._validating.values()]
-            tasks = [stopped, *watching, *acting]
+            tasks = [stopped, *watching, *acting, *self._hurrying.tasks.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -143,7 +144,7 @@ class Engine:
         return bool(self.only_order) and (await self.store.order(self.only_order)).ended_unix_s > 0
 
     async def _sleep(self, watching: list[asyncio.Task[None]]) -> None:
-        for task in [*watching, *self._validating.values()]:
+        for task in [*watching, *self._validating.values(), *self._hurrying.tasks.values()]:
             if task.done():
                 task.result()  # a defect there must not leave a node unwatched
         try:
@@ -181,6 +182,7 @@ class Engine:
                 alerts[subject], data[subject] = about.reason, _for_the_report(world, about)
             if about.look_at:
                 self.watchers[about.look_at].look_now()
+        self._hurrying.only(kept_by_others(world, self.policy, decided, self.store.now()))
         await self._about_orders(world, decided)
         alerts |= await self._propose(world, decided)
         if not self.only_order:
