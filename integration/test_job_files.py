@@ -135,7 +135,8 @@ def small(nodes: Cluster) -> Iterator[Scratch]:
 
 @pytest.mark.timeout(600)
 def test_program_that_deletes_its_file_and_dies_is_rolled_back_although_daemons_were_killed(scratch: Scratch) -> None:
-    """Daemons are killed when the file is kept and nothing is dumped, after the snapshot, and after the file was put back."""
+    """Daemons are killed when the file is kept and nothing is dumped, after the snapshot, after the file was put back, and
+    when a copy of the rank has it open."""
     nodes = scratch.nodes
     scratch.killed_at(Point.FILES_KEPT, "snapshot")
     nodes.lab.start_daemon(ONE)
@@ -144,8 +145,8 @@ def test_program_that_deletes_its_file_and_dies_is_rolled_back_although_daemons_
     scratch.job.await_progress(3)
     scratch.fail("delete")
     assert not scratch.file.exists()
-    for _ in range(2):
-        scratch.killed_at(Point.FILES_PUT_BACK, "rollback")
+    for point in (Point.FILES_PUT_BACK, Point.FILES_PUT_BACK, Point.RESTORE):
+        scratch.killed_at(point, "rollback")
         assert scratch.file.stat().st_size > LARGE
         nodes.lab.start_daemon(ONE)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -80,6 +80,14 @@ class PutBack:
                 self._rollbacks.pop(next(iter(self._rollbacks)))
         with one.turn:
             yield one.files
+
+    def recall(self, rollback: str, held: Mapping[str, list[int]]) -> None:
+        """`held`: what the journal says about ranks that are restored already. It counts if this daemon has been restarted
+        since: else it knows that, and what ranks that are being restored have done."""
+        with self._lock:
+            if rollback not in self._rollbacks:
+                self._rollbacks[rollback] = one = _Rollback()
+                one.files.update(held)
 
 
 class KeptFiles:

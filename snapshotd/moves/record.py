@@ -164,6 +164,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     replayed_output: str = ""  # after a rollback: what its home keeper does with output that is printed again
     file_policy: str = ""  # after a rollback: what is done with files that were deleted or replaced since the snapshot
     changed_files: list[ChangedFile] = []  # … and what was done
+    settled_files: list[tuple[str, list[int]]] = []  # … and those that are as the rank expects them: path and identity
 
     # job: a rollback
     snapshot: str = ""  # whose images are the job
@@ -257,6 +258,7 @@ class Fields(TypedDict, total=False):
     replayed_output: str
     file_policy: str
     changed_files: list[ChangedFile]
+    settled_files: list[tuple[str, list[int]]]
     snapshot: str
     ends: str
     lost_nodes: list[str]

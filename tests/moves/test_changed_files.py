@@ -38,6 +38,7 @@ pytestmark = [pytest.mark.root, pytest.mark.skipif(os.getuid() != 0, reason="nee
 
 USER = User(4711, 4711)
 RECORD = "m-0000000000cc"
+SUFFIX = f"rolled-back-{RECORD}"
 CREDENTIALS = Credentials((4711,) * 4, (4711,) * 4, (), 0, 0, 0, 0, False, 0)
 
 
@@ -92,7 +93,7 @@ def settle(
     same_node: bool = True,
 ) -> Settled:
     data = data or Data(Path("/nonexistent"))
-    return changed_files.settle(described, USER, RECORD, 0, policy, data, carry, same_node=same_node)
+    return changed_files.settle(described, USER, SUFFIX, 0, policy, data, carry, same_node=same_node)
 
 
 def cut(described: TreeFacts, carry: tuple[str, ...] = (), *, same_node: bool = True) -> list[str]:
@@ -379,7 +380,7 @@ def test_ranks_that_have_the_same_file_put_it_back_once(folder: Path) -> None:
         written(folder, "shared.log", "other")
 
         def one(rank: int) -> ChangedFile:
-            return only(changed_files.settle(described, USER, RECORD, rank, Policy.RESTORE, data, same_node=True))
+            return only(changed_files.settle(described, USER, SUFFIX, rank, Policy.RESTORE, data, same_node=True))
 
         done = list(threads.map(one, range(4)))
     assert {change.beside for change in done} == {f"shared.log.rolled-back-{RECORD}"}

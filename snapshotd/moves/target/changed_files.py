@@ -28,6 +28,7 @@ from snapshotd.moves.description import ImageDescription
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.kept_files import PutBack
 from snapshotd.moves.node import Node
+from snapshotd.moves.record import MoveRecord
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.tree_facts import File, TreeFacts
 from snapshotd.preflight.objects import is_carried
@@ -82,6 +83,8 @@ class Settled:
     sizes: dict[str, int] = field(default_factory=dict)
     #: Carried files that stay as they are, and are not put into place.
     left: set[str] = field(default_factory=set)
+    #: The files that the rank finds as they are now, and their identity: no other rank may change them.
+    files: dict[str, list[int]] = field(default_factory=dict)
 
 
 def put_back(node: Node, move_log: MoveLog, folder: Path, image: ImageDescription, described: TreeFacts) -> Settled:
@@ -89,11 +92,12 @@ def put_back(node: Node, move_log: MoveLog, folder: Path, image: ImageDescriptio
     record = move_log.record
     carried = {fact.path: f"carry-{index}" for index, fact in enumerate(image.carried) if stat.S_ISREG(fact.mode)}
     descriptors = _descriptors(node, move_log, image.kept)
+    node.kept_files.put_back.recall(_suffix(record), _of_held_ranks(node, record))
     try:
         done = settle(
             described,
             file_user(image.identity, image.user_id),
-            record.ended_before.split()[-1],
+            _suffix(record),
             move_log.begin.rank,
             Policy(record.file_policy or Policy.RESTORE),
             Data(folder, carried, descriptors, node.kept_files.put_back),
@@ -103,9 +107,28 @@ def put_back(node: Node, move_log: MoveLog, folder: Path, image: ImageDescriptio
     finally:
         for handle in descriptors.values():
             os.close(handle)
-    if done.changed:
-        move_log.mark(Mark.RESTORING, changed_files=done.changed)
+    if done.changed or done.files:  # before anything of the rank is restored, which has them open then
+        move_log.mark(Mark.RESTORING, changed_files=done.changed, settled_files=list(done.files.items()))
     return done
+
+
+def _suffix(record: MoveRecord) -> str:
+    """Of the names of what is kept beside the files. All attempts of a rollback, and all its ranks, have the same."""
+    return f"rolled-back-{record.ended_before.split()[-1]}"
+
+
+def _of_held_ranks(node: Node, record: MoveRecord) -> dict[str, list[int]]:
+    """The files that ranks of this rollback have open here, in copies that are restored already."""
+    found: dict[str, list[int]] = {}
+    for move_log in node.journal.all():
+        other = move_log.known
+        if (
+            isinstance(other, MoveRecord)
+            and move_log.last_mark is Mark.HELD
+            and other.ended_before == record.ended_before
+        ):
+            found.update(other.settled_files)
+    return found
 
 
 def _descriptors(node: Node, move_log: MoveLog, kept: str) -> dict[int, int]:
@@ -124,7 +147,7 @@ def _descriptors(node: Node, move_log: MoveLog, kept: str) -> dict[int, int]:
 def settle(
     described: TreeFacts,
     user: User,
-    record: str,
+    suffix: str,
     rank: int,
     policy: Policy,
     data: Data,
@@ -132,10 +155,10 @@ def settle(
     *,
     same_node: bool,
 ) -> Settled:
-    """Raises Refused if a file cannot be put back. What is at the name of FILE, or is cut off, is kept as
-    FILE.rolled-back-RECORD. Files below `carry_paths` are in the image, and are put into place later if they are missing;
-    only those that the rank had on this node are looked at."""
-    settling = _Settling(user, f"rolled-back-{record}", str(rank), policy, data, kept_files.mapped(described))
+    """Raises Refused if a file cannot be put back. What is at the name of FILE, or is cut off, is kept as FILE.SUFFIX.
+    Files below `carry_paths` are in the image, and are put into place later if they are missing; only those that the rank had
+    on this node are looked at."""
+    settling = _Settling(user, suffix, str(rank), policy, data, kept_files.mapped(described))
     for index, file in kept_files.written(described):
         in_image = is_carried(file.link, carry_paths)
         if in_image and not same_node:
@@ -162,9 +185,8 @@ class _Settling:
     def __init__(self, user: User, suffix: str, token: str, policy: Policy, data: Data, mapped: set[int]) -> None:
         self.user, self.suffix, self.token, self.policy, self.data = user, suffix, token, policy, data
         self.mapped = mapped
-        self.by_others: dict[
-            str, list[int]
-        ] = {}  # files that other ranks of this node have settled, while it is our turn
+        #: Files that other ranks of this node have settled, while it is our turn.
+        self.by_others: dict[str, list[int]] = {}
         self.done = Settled()
         self.refused: list[str] = []
 
@@ -210,7 +232,7 @@ class _Settling:
     def _have(self, file: File) -> None:
         """Lets other ranks know that this one has the file as it is now."""
         if (here := _look(file.link)) is not None:
-            self.by_others[file.link] = identity(here)
+            self.by_others[file.link] = self.done.files[file.link] = identity(here)
 
     def _settle_carried(self, index: int, file: File, here: os.stat_result) -> None:
         """A file that is the same one, of which there is a copy: it may have been overwritten. One of another user must not
@@ -291,7 +313,7 @@ class _Settling:
                 token=self.token,
                 put_back=self.by_others.get(file.link),
             )
-            self.by_others[file.link] = [int(number) for number in answer["file"]]
+            self.by_others[file.link] = self.done.files[file.link] = [int(number) for number in answer["file"]]
         action = Action.RESTORED if file.link not in self.done.sizes else Action.EMPTY
         beside = str(answer["beside"])
         if answer["was_there"] and change is Change.OVERWRITTEN:
