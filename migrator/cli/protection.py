@@ -7,9 +7,10 @@ Only the standard library is imported, because this runs in front of every rank.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from migrator.cli import intervals
@@ -24,8 +25,13 @@ REPLAYED_OPTION, REPLAYED_VARIABLE = "--replayed-output", "MIGRATOR_REPLAYED_OUT
 #: since: snapshotd/moves/changed_file.py.
 CHANGED = ("restore", "keep", "refuse")
 CHANGED_OPTION, CHANGED_VARIABLE = "--changed-files", "MIGRATOR_CHANGED_FILES"
+OPTION = "--protect"  # its value may be left out
 VARIABLES = (VARIABLE, CLUSTER, REPLAYED_VARIABLE, CHANGED_VARIABLE)
 OFF = "off"
+
+
+class Invalid(Exception):
+    """The options, or the variables, cannot be meant."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,49 @@ class Wanted:
     @property
     def options(self) -> list[str]:
         """For another `migrator run`."""
-        return ["--protect", self.every, *self.of_files, *self.cluster]
+        return [OPTION, self.every, *self.of_files, *self.cluster]
+
+
+def add_options(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        OPTION,
+        nargs="?",
+        const=intervals.DEFAULT,
+        metavar="5m|auto",
+        help="take a snapshot of the whole job at intervals (300, 90s, 5m, 2h; auto: what costs least), and roll the job back"
+        f" when it has lost a rank or a node: `migrator protect` runs beside rank 0. Give it to all ranks (without a value:"
+        f" {intervals.DEFAULT}; default: ${VARIABLE}, else the job is not protected)",
+    )
+    made.add_argument(
+        REPLAYED_OPTION,
+        choices=REPLAYED,
+        help="what is done with output that the rank prints again after a rollback: leave it out as long as it is identical,"
+        f" print it between two lines that say so, or print it (default: ${REPLAYED_VARIABLE}, else suppress)",
+    )
+    made.add_argument(
+        CHANGED_OPTION,
+        choices=CHANGED,
+        help="with --protect: what a rollback does with files that ranks had open for writing at the snapshot, and that were"
+        " deleted, renamed, replaced or shortened since: put them back as they were, and keep what is at their names beside"
+        " them; leave what is there now; or do not resume the job"
+        f" (default: ${CHANGED_VARIABLE}, else {CHANGED[0]})",
+    )
+
+
+def chosen(options: argparse.Namespace, environment: dict[str, str], warn: Callable[[str], None]) -> Wanted | None:
+    """How the job is to be protected. The rank itself does not get our variables: they are removed. Raises Invalid."""
+    try:
+        found = wanted(options.protect, options.cluster, options.lab, environment, options.changed_files)
+    except ValueError as error:
+        raise Invalid(str(error)) from None
+    if not options.worker:
+        for name in VARIABLES:
+            environment.pop(name, None)
+    if found is not None and options.no_shim and options.protect is not None:
+        warn("a GPU rank without the library cannot be snapshotted; leave --no-shim out to protect one")
+    if found is None and options.changed_files is not None:
+        warn(f"{CHANGED_OPTION} has no effect without {OPTION}; give it to `migrator job rollback`")
+    return found
 
 
 def wanted(

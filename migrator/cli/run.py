@@ -25,7 +25,6 @@ KEEPER_SOCKET = "/run/snapshotd/keeper.sock"
 MAX_RANK = 1 << 24
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
 _WITH_VALUE = ("--job", "--rank", "--device-memory", "--replayed-output", "--changed-files", "--cluster", "--lab")
-_PROTECT = "--protect"  # its value may be left out
 
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")
 
@@ -98,29 +97,7 @@ def parser() -> argparse.ArgumentParser:
         help="how device memory is moved: by the CUDA driver's checkpoint, or by the shim, which is faster "
         f"(default: ${launchers.DEVICE_MEMORY_VARIABLE}, else {launchers.DEVICE_MEMORY_DEFAULT})",
     )
-    made.add_argument(
-        _PROTECT,
-        nargs="?",
-        const=intervals.DEFAULT,
-        metavar="5m|auto",
-        help="take a snapshot of the whole job at intervals (300, 90s, 5m, 2h; auto: what costs least), and roll the job back"
-        f" when it has lost a rank or a node: `migrator protect` runs beside rank 0. Give it to all ranks (without a value:"
-        f" {intervals.DEFAULT}; default: ${protection.VARIABLE}, else the job is not protected)",
-    )
-    made.add_argument(
-        protection.REPLAYED_OPTION,
-        choices=protection.REPLAYED,
-        help="what is done with output that the rank prints again after a rollback: leave it out as long as it is identical,"
-        f" print it between two lines that say so, or print it (default: ${protection.REPLAYED_VARIABLE}, else suppress)",
-    )
-    made.add_argument(
-        protection.CHANGED_OPTION,
-        choices=protection.CHANGED,
-        help="with --protect: what a rollback does with files that ranks had open for writing at the snapshot, and that were"
-        " deleted, renamed, replaced or shortened since: put them back as they were, and keep what is at their names beside"
-        " them; leave what is there now; or do not resume the job"
-        f" (default: ${protection.CHANGED_VARIABLE}, else {protection.CHANGED[0]})",
-    )
+    protection.add_options(made)
     made.add_argument(
         "--nccl-safe",
         action="store_true",
@@ -154,7 +131,7 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
         if not command:
             raise _Wrong("no command given; write it after --: migrator run -- CMD …")
         environment = dict(os.environ)
-        protect = _protection(options, environment)
+        protect = protection.chosen(options, environment, _warn)
         if options.worker:
             command = [launchers.worker_python(environment, os.getppid()), *command]
             if (nested := launchers.nested(command)) is not None:
@@ -184,11 +161,11 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
                 _warn_of_nccl(prepared)
             library = _library(prepared, allowed)
             environment = environment if library is None else prepared
-        from shim.keeper import home
+        from shim.keeper import start
 
         is_guarded = protection.is_guard(rank, os.environ)
         alone = not options.worker and stands_alone(options.job, options.rank, os.environ)
-        return home.run(
+        return start.run(
             command,
             job,
             rank,
@@ -202,7 +179,7 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
         )
     except _Unprotected as error:
         return _fail(str(error), remedy=error.remedy, as_json="--json" in own)
-    except (_Wrong, launchers.NotProtectable, stores.PortInUse) as error:
+    except (_Wrong, protection.Invalid, launchers.NotProtectable, stores.PortInUse) as error:
         return _fail(str(error), as_json="--json" in own)
     except OSError as error:
         return _fail(f"cannot start the rank: {error}", as_json="--json" in own)
@@ -232,22 +209,6 @@ def _library(environment: Mapping[str, str], allowed: bool) -> Library | None:
             ) from error
         _warn(f"{error}; the rank runs without protection")
         return None
-
-
-def _protection(options: argparse.Namespace, environment: dict[str, str]) -> protection.Wanted | None:
-    """How the job is to be protected. The rank itself does not get our variables."""
-    try:
-        found = protection.wanted(options.protect, options.cluster, options.lab, environment, options.changed_files)
-    except ValueError as error:
-        raise _Wrong(str(error)) from None
-    if not options.worker:
-        for name in protection.VARIABLES:
-            environment.pop(name, None)
-    if found is not None and options.no_shim and options.protect is not None:
-        _warn("a GPU rank without the library cannot be snapshotted; leave --no-shim out to protect one")
-    if found is None and options.changed_files is not None:
-        _warn(f"{protection.CHANGED_OPTION} has no effect without {_PROTECT}; give it to `migrator job rollback`")
-    return found
 
 
 def _launch(command: Sequence[str], options: argparse.Namespace, protect: protection.Wanted | None) -> int:
@@ -346,7 +307,8 @@ def _split(arguments: Sequence[str], given: int) -> tuple[list[str], list[str]]:
         if words[index] == "--":
             return words[:index], words[index + 1 :]
         is_value = index > 0 and (
-            words[index - 1] in _WITH_VALUE or (words[index - 1] == _PROTECT and intervals.is_one(words[index]))
+            words[index - 1] in _WITH_VALUE
+            or (words[index - 1] == protection.OPTION and intervals.is_one(words[index]))
         )
         if not words[index].startswith("-") and not is_value:
             return words[:index], words[index:]  # `migrator run CMD …`: a later `--` belongs to the command

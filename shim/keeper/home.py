@@ -12,18 +12,18 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shim.keeper import frames, report, signals
-from shim.keeper.child import Child, rank_environment
+from shim.keeper.child import Child
 from shim.keeper.front import Front
 from shim.keeper.holdback import HoldBack
 from shim.keeper.library import Library
 from shim.keeper.link import BYE_S, Link
 from shim.keeper.loop import Loop, Wish
-from shim.keeper.relay import SUPPRESS, HomeEnd
+from shim.keeper.relay import HomeEnd
 from shim.keeper.stdio import Stdio, TooMuchToHandOver
 from shim.keeper.tail import Tail
 
@@ -32,44 +32,6 @@ if TYPE_CHECKING:
 
 CANNOT_REGISTER = 125
 DAEMON_WAIT_S = 10.0
-
-
-def run(
-    argv: Sequence[str],
-    job: str,
-    rank: int,
-    keeper_sock: str,
-    *,
-    environment: Mapping[str, str] | None = None,
-    preload: Library | None = None,
-    alone: bool = False,
-    allow_unprotected: bool = False,
-    companion: Callable[[str], Sequence[str]] | None = None,
-    replayed: str = SUPPRESS,
-) -> int:
-    """Runs `argv` as a rank. Returns its exit code, or ends by the signal that ended the rank.
-
-    `preload`: the library that is preloaded into it. `alone`: the job has no other rank, and its name may get a suffix.
-    `allow_unprotected`: it runs even if the daemon cannot talk to that library. `companion`: what runs beside the rank.
-    `replayed`: what is done with output that it prints again after a rollback."""
-    made = rank_environment(environment or os.environ, preload.path if preload is not None else None)
-    keeper = HomeKeeper(argv, job, rank, keeper_sock, made, alone, preload, allow_unprotected)
-    keeper.set_replayed(replayed)
-    if companion is not None:
-        from shim.keeper.companion import Companion  # not for every rank
-
-        keeper.companion = Companion(companion, lambda: keeper.loop, _say)
-    try:
-        keeper.loop.run()
-    finally:
-        if keeper.companion is not None:
-            keeper.companion.end()
-        keeper.leave_terminal()
-    status = keeper.final_status
-    if os.WIFSIGNALED(status):
-        signals.die_of(os.WTERMSIG(status))
-        return 128 + os.WTERMSIG(status)
-    return os.WEXITSTATUS(status)
 
 
 class HomeKeeper:
@@ -129,7 +91,7 @@ class HomeKeeper:
         self.loop.add(self._wishes)
         self._link.connect()
         if not self._link.is_connected:
-            _say(f"waiting for snapshotd at {keeper_sock} ({self._link.trouble})")
+            say(f"waiting for snapshotd at {keeper_sock} ({self._link.trouble})")
         self.loop.after(DAEMON_WAIT_S, self._give_up_waiting)
         if self._front.keyboard.terminal is not None:
             self.loop.after(1.0, self._look_at_foreground)
@@ -144,7 +106,7 @@ class HomeKeeper:
         if found:
             self._stdio.tails[found[0]].append(f"migrator run: {text}\n".encode())
         else:
-            _say(text)
+            say(text)
 
     # ---- the daemon
 
@@ -169,7 +131,7 @@ class HomeKeeper:
             case "welcome":
                 self._welcomed(fields)
             case "refused" if not self._uid:
-                _say(f"snapshotd refuses this rank: {fields.get('message')}")
+                say(f"snapshotd refuses this rank: {fields.get('message')}")
                 self._stop_unregistered()
             case "refused":
                 self._link.close_and_retry()
@@ -185,7 +147,7 @@ class HomeKeeper:
             case "protect":
                 self._failure.is_on = True
             case "say":
-                _say(str(fields.get("text", "")))
+                say(str(fields.get("text", "")))
             case "kill":
                 self._kill()
             case "bye" if self._is_telling:
@@ -198,7 +160,7 @@ class HomeKeeper:
         if not self._uid:
             self._uid = str(fields.get("uid", ""))
             if fields.get("warning"):
-                _say(f"warning: {fields['warning']}")
+                say(f"warning: {fields['warning']}")
             self._node = {"home_node": str(fields.get("node", "")), "home_endpoint": str(fields.get("endpoint", ""))}
             self._front.enter_terminal()
             self._child.go()
@@ -217,7 +179,7 @@ class HomeKeeper:
 
     def _give_up_waiting(self) -> None:
         if not self._uid:
-            _say(
+            say(
                 f"no snapshotd answers on this node ({self._link.trouble or 'connected, but no answer'}); "
                 "start it (systemctl start snapshotd), or run the command without `migrator run`"
             )
@@ -414,5 +376,5 @@ class HomeKeeper:
                 self._stdio.end_input()
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     os.write(2, f"migrator run: {text}\n".encode())

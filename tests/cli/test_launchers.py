@@ -25,12 +25,12 @@ ROOT = Path(__file__).parents[2]
 KEEPER = """
 import json, os, sys
 if "migrator.cli" in sys.orig_argv:
-    import shim.keeper.home
+    import shim.keeper.start
     def asked(argv, job, rank, sock, *, environment, preload, alone, allow_unprotected, companion, replayed):
         with open(os.environ["RANKS"], "a") as file:
             file.write(json.dumps([argv, job, rank, environment]) + "\\n")
         return 0
-    shim.keeper.home.run = asked
+    shim.keeper.start.run = asked
 """
 
 #: As deepspeed.launcher.runner and deepspeed.launcher.launch start their children on one node.

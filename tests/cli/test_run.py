@@ -71,7 +71,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
     ):
         monkeypatch.delenv(name, raising=False)
     stand_in = Kept()
-    monkeypatch.setattr("shim.keeper.home.run", stand_in.run)
+    monkeypatch.setattr("shim.keeper.start.run", stand_in.run)
     return stand_in
 
 
@@ -176,12 +176,12 @@ def test_run_loads_no_heavy_module_and_starts_no_thread(
     """The keeper's main function is replaced by one that lists the modules loaded so far, the keeper's included."""
     program = (
         "import json, sys, threading\n"
-        "import shim.keeper.home\n"
+        "import shim.keeper.start\n"
         "from migrator.cli import main\n"
         "def loaded(*_, **__):\n"
         "    print(json.dumps({'modules': sorted(sys.modules), 'threads': threading.active_count()}))\n"
         "    return 0\n"
-        "shim.keeper.home.run = loaded\n"
+        "shim.keeper.start.run = loaded\n"
         "sys.exit(main(['run', '--job', 'x', '--', 'true']))\n"
     )
     script = tmp_path / "loaded.py"
@@ -282,11 +282,11 @@ def test_worker_gets_the_environment_that_its_launcher_gave(tmp_path: Path) -> N
     """Checks the path from `migrator run` through a fake torchrun to what the worker's keeper is asked to start."""
     root = Path(__file__).parents[2]
     shown = (
-        "import json, os, sys; import shim.keeper.home\n"
+        "import json, os, sys; import shim.keeper.start\n"
         "def asked(argv, job, rank, sock, *, environment, preload, alone, allow_unprotected, companion, replayed):\n"
         "    print(json.dumps([argv, job, rank, preload is not None, environment]))\n"
         "    return 0\n"
-        "shim.keeper.home.run = asked\n"
+        "shim.keeper.start.run = asked\n"
     )
     (tmp_path / "sitecustomize.py").write_text(shown)
     agent = tmp_path / "torchrun"

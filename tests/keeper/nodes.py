@@ -20,12 +20,12 @@ from snapshotd.proc import tree
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCH = """
 import os, sys
-import shim.keeper.home
+import shim.keeper.start
 from shim.keeper import library
 shim.keeper.home.DAEMON_WAIT_S = float(sys.argv[3])
 path = library.wanted(os.environ)
 preload = library.read(path) if path.exists() else None
-sys.exit(shim.keeper.home.run(sys.argv[4:], sys.argv[1], 0, sys.argv[2], preload=preload))
+sys.exit(shim.keeper.start.run(sys.argv[4:], sys.argv[1], 0, sys.argv[2], preload=preload))
 """
 
 

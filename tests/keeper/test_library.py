@@ -21,11 +21,11 @@ from tests.keeper.nodes import REPOSITORY, Node
 
 PROGRAM = """
 import sys
-import shim.keeper.home
+import shim.keeper.start
 from pathlib import Path
 from shim.keeper.library import Library
 preload = Library(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
-sys.exit(shim.keeper.home.run(
+sys.exit(shim.keeper.start.run(
     ["sh", "-c", "echo it runs"], "job", 0, sys.argv[1], preload=preload, allow_unprotected=sys.argv[5] == "allow"))
 """
 BUILT = library.wanted({})

@@ -13,14 +13,14 @@ import time
 from collections.abc import Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, NotFound, SnapshotError, Undone, Usage, Where, WrongState
+from snapshotd.api.errors import Busy, SnapshotError, Undone, Usage, Where
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import JobDecision, Part
-from snapshotd.moves.jobs import dropping, listing, participants, records, snapshots
+from snapshotd.moves.jobs import admission, dropping, listing, participants, records, snapshots
 from snapshotd.moves.jobs.communicators import JobCommunicators
 from snapshotd.moves.jobs.lease import Leases, voters_of
 from snapshotd.moves.jobs.promises import Promises
-from snapshotd.moves.jobs.rollback import Rollbacks, must_be_allowed, rolled_back_already
+from snapshotd.moves.jobs.rollback import Rollbacks, must_be_allowed
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
@@ -40,8 +40,6 @@ ANSWER_S = 30.0
 END_S = 60.0
 AGAIN_S = 1.0
 MAX_RANKS = 1 << 16
-#: How long a resumption that is committed has at least to be carried out before an operator may drop its images.
-SETTLES_S = 60.0
 
 
 class JobSteps(Steps):
@@ -89,7 +87,7 @@ class JobSteps(Steps):
         nodes = [ClusterNode.of(node) for node in request.nodes]
         quorums = [voters_of(self.node.config.node, parts)] if request.snapshot else []
         async with self.deciding:
-            await in_thread(self._must_be_possible, request, parts)
+            await in_thread(admission.must_be_possible, self.journal, list(self.moves.values()), request, parts)
             await self.leases.must_hold({part.rank_uid for part in parts})
             move_log = await in_thread(self.journal.begin, begin)
             self.leases.begins(move_log.move)
@@ -99,41 +97,6 @@ class JobSteps(Steps):
             self._track(move_log)
         await reach(Point.JOB_BEGIN)
         return pb.BeginJobReply()
-
-    def _must_be_possible(self, request: pb.BeginJobRequest, parts: Sequence[JobPart]) -> None:
-        """Raises unless the job may be suspended, snapshotted or resumed now."""
-        ranks = {part.rank_uid for part in parts}
-        for moving in list(self.moves.values()):
-            if moving.log.outcome is None and records.uids(moving.log) & ranks:
-                raise Busy(f"job {request.job} is being suspended or resumed already ({moving.log.move})")
-        if not request.suspension:
-            if before := records.rolled_back(self.journal, ranks):
-                raise rolled_back_already(before)
-            return
-        suspension = self.journal.find(check_move_id(request.suspension))
-        is_one = suspension is not None and suspension.begin.role == "job" and suspension.begin.kind != "snapshot"
-        if suspension is not None and suspension.begin.kind == "rollback" and suspension.last_mark is not Mark.SETTLED:
-            raise Busy(f"the processes of job {request.job} that was rolled back have not all ended yet")
-        if suspension is None or not is_one or not suspension.committed:
-            raise NotFound(f"job {request.job} is not suspended", remedy="`migrator job list` shows suspended jobs")
-        record = suspension.whole()
-        if ended := records.ended_by(self.journal, suspension):
-            raise WrongState(
-                f"the suspension of job {request.job} has ended ({ended})",
-                remedy="`migrator ps` shows where its ranks are",
-                where=Where.UNKNOWN,
-            )
-        for moving in list(self.moves.values()):
-            if moving.log.record.suspension == request.suspension and moving.log.record.taken_back:
-                raise Busy(
-                    f"copies of job {request.job} that were resumed in vain may still run ({moving.log.move})",
-                    remedy="retry when `migrator job list` does not show that attempt any more",
-                    where=Where.UNKNOWN,
-                )
-        wanted = {part.rank_uid: {image for image, _, _ in records.images_of(part)} for part in record.participants}
-        given = {part.rank_uid: part.image for part in parts}
-        if given.keys() != wanted.keys() or not all(given[uid] in wanted[uid] for uid in given):
-            raise Usage("a job is resumed with all ranks with which it was suspended, and no others")
 
     async def renew(self, record: str) -> pb.RenewReply:
         moving = self.moving(record)
@@ -228,7 +191,7 @@ class JobSteps(Steps):
             await asyncio.wait([moving.settling])  # the loop that carried out the suspension is about to end
         async with self.ending(moving, "drop"):
             async with self.deciding:
-                if await in_thread(self._may_drop, moving.log):
+                if await in_thread(admission.may_drop, self.journal, moving.log):
                     # Not SETTLED: the settle loop, also of a restarted daemon, goes on until all nodes have confirmed it.
                     await in_thread(moving.log.mark, Mark.BEGUN, dropped=reason)
                 if lost := set(lost_nodes) - set((await in_thread(moving.log.whole)).lost_nodes):
@@ -245,27 +208,6 @@ class JobSteps(Steps):
             except TimeoutError:
                 return pb.DropImageReply(waiting_for=["large images: their nodes are still at work"])
             return pb.DropImageReply()
-
-    def _may_drop(self, suspension: MoveLog) -> bool:
-        """Whether a suspension is to be marked as dropped; not if it is already. Raises unless it may be. Blocking."""
-        known, job = suspension.whole(), suspension.begin.job
-        if known.dropped:
-            return False
-        if known.suspension or not suspension.committed:
-            raise WrongState(f"{suspension.move} is not a suspended job", where=Where.UNKNOWN)
-        for other in self.journal.all():
-            if other.begin.role != self.role or other.whole().suspension != suspension.move:
-                continue
-            if other.outcome is None:
-                raise Busy(f"job {job} is being resumed ({other.move})")
-            if other.committed and other.last_mark is Mark.SETTLED:
-                raise WrongState(f"job {job} was resumed ({other.move})", where=Where.UNKNOWN)
-            if other.committed and other.outcome.unix_s > time.time() - SETTLES_S:
-                raise Busy(
-                    f"job {job} is being resumed ({other.move})",
-                    remedy=f"if it still is after {SETTLES_S:.0f} s, its images can be dropped although it runs",
-                )
-        return True
 
     @step
     async def rollback(self, request: pb.RollbackRequest, by: str) -> pb.Outcome:
@@ -358,9 +300,7 @@ class JobSteps(Steps):
                 case JobDecision.TAKE_BACK:
                     lost = [f"{name} {part}" for name, part in parts.items() if part in {Part.LOST, Part.DROPPED}]
                     reason = f"{'; '.join(lost[:5])}: the job is suspended again"
-                    await in_thread(
-                        move_log.mark, move_log.last_mark, taken_back=reason
-                    )  # before: see `_must_be_possible`
+                    await in_thread(move_log.mark, move_log.last_mark, taken_back=reason)  # before: see admission.py
                     await in_thread(move_log.overrule, Outcome.ABORT, reason, "coordinator")
                     parts = {}
                 case JobDecision.END:

@@ -17,11 +17,9 @@ from snapshotd.api.errors import (
     Busy,
     Denied,
     Internal,
-    NotFound,
     RankGone,
     Refused,
     SnapshotError,
-    Unreachable,
     Usage,
     Where,
     WrongState,
@@ -40,7 +38,7 @@ from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import CopyState, Mark, Outcome
 from snapshotd.moves.steps import must_be_at, step
-from snapshotd.moves.target import copies, device_memory, gpus, resumed, short_of_memory
+from snapshotd.moves.target import copies, device_memory, gpus, resumed, short_of_memory, source
 from snapshotd.moves.target.identity import identity_of
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.settling import TargetSettling, facts_of
@@ -56,7 +54,6 @@ log = logging.getLogger(__name__)
 
 #: A source that has asked about its move cannot be declared dead for this long.
 SOURCE_SEEN_S = 60.0
-CHECK_TIMEOUT_S = 10.0
 
 
 class TargetSteps(TargetSettling):
@@ -119,7 +116,7 @@ class TargetSteps(TargetSettling):
                 resumed.must_be_first(self.moves.values(), facts.rank.uid)
                 said = await resumed.check_coordinator(self.node, request)
             else:
-                await self._check_source(facts.source_node, request)
+                await source.must_answer(self.node, facts.source_node, request)
             sender = request.image_node if resumes and request.image_node else facts.source_node
             await self._signatures.meet(sender, request.source_endpoint)
         await reach(Point.BEFORE_PREPARE)
@@ -316,7 +313,7 @@ class TargetSteps(TargetSettling):
 
     async def _end_unbegun(self, moving: Moving, by: str) -> None:
         """Safe without the source's record: it cannot record COMMIT without the receipt for a whole copy."""
-        if await self._source_answers(moving.log.begin):
+        if await source.answers(self.node, moving.log.begin):
             raise WrongState(
                 f"the source answers and knows move {moving.log.move}: its record decides", where=Where.UNKNOWN
             )
@@ -355,7 +352,7 @@ class TargetSteps(TargetSettling):
         if moving.log.begin.coordinator:
             raise WrongState(f"{move} resumes a rank with its job: only its coordinator decides", where=Where.UNKNOWN)
         async with self.ending(moving, "recover"):
-            if await self._source_answers(moving.log.begin):
+            if await source.answers(self.node, moving.log.begin):
                 raise WrongState(f"the source answers and knows move {move}: it is not dead", where=Where.UNKNOWN)
             since_s = host.boottime_s() - moving.source_seen_s
             if since_s < SOURCE_SEEN_S:
@@ -368,28 +365,6 @@ class TargetSteps(TargetSettling):
             await self.learn(moving, outcome, "an operator declared the source dead", by, abandoned=True)
             await self.settle_once(moving)
             return pb.ActivateReply(running=moving.log.last_mark is Mark.ACTIVATED)
-
-    async def _source_answers(self, begin: Begin) -> bool:
-        try:
-            async with self.node.client(begin.source_node, begin.source_endpoint) as client:
-                await client.source.GetOutcome(pb.MoveRequest(move=begin.move), timeout_s=5)
-        except SnapshotError:
-            return False
-        return True
-
-    async def _check_source(self, name: str, request: pb.PrepareRequest) -> None:
-        """Raises Unreachable if the source does not answer: this node could not learn how the move ends."""
-        try:
-            async with self.node.client(name, request.source_endpoint) as client:
-                await client.source.GetOutcome(pb.MoveRequest(move=request.move), timeout_s=CHECK_TIMEOUT_S)
-        except NotFound:
-            return  # it answers, and has not begun the move yet
-        except SnapshotError as error:
-            raise Unreachable(
-                f"{name}, the source of the move, does not answer {self.node.config.node} at {request.source_endpoint}:"
-                f" {error.headline}",
-                where=Where.SOURCE_RUNNING,
-            ) from error
 
     def held(self, move: str) -> Moving | None:
         """The move whose copy is held here: it may neither run nor be dropped yet."""
