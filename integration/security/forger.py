@@ -8,6 +8,7 @@ Run it where the nodes are reachable.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import sys
@@ -21,7 +22,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.channel import GrpcChannel, open_channel
 from snapshotd.api.client import DaemonClient
 from snapshotd.api.credentials import Credentials
-from snapshotd.api.errors import SnapshotError
+from snapshotd.api.errors import SnapshotError, WrongState
 from snapshotd.moves import image_seal, rules
 from snapshotd.moves.record import Begin
 from snapshotd.transport.image.grpc_channel import PushCall
@@ -31,6 +32,15 @@ CHUNK_BYTES = 1 << 20
 
 
 async def forge(settings: dict[str, Any]) -> dict[str, Any]:
+    """The target asks the real source some seconds after `Prepare`, and ends a move that it never began: on a busy machine
+    that may be before the image is sealed, so there are several tries."""
+    for _ in range(9):
+        with contextlib.suppress(WrongState):
+            return await _forge(settings)
+    return await _forge(settings)
+
+
+async def _forge(settings: dict[str, Any]) -> dict[str, Any]:
     target, endpoint = settings["target"], settings["target_endpoint"]
     operator, node = (credentials(Path(settings[name])) for name in ("operator", "node"))
     move = f"m-{secrets.token_hex(6)}"
