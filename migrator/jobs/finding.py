@@ -12,7 +12,7 @@ from migrator.find_rank import Found, all_ranks, refuse_busy
 from migrator.job_results import JobOptions
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient, UnknownMethod
-from snapshotd.api.errors import Ambiguous, NotFound, SnapshotError, Unreachable, Where, WrongState
+from snapshotd.api.errors import Ambiguous, NotFound, Refused, SnapshotError, Unreachable, Where, WrongState
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,12 @@ async def find_running(
         raise Ambiguous(
             f"several users have a job {job}: {', '.join(map(users.described, owners))}",
             remedy="select its user with --user",
+        )
+    if below := [entry for entry in mine if entry.rank.rank < 0]:  # the node of the lowest one coordinates the job
+        raise Refused(
+            f"{below[0].node} says that it has rank {below[0].rank.rank} of job {job}: no rank is started with such a number",
+            remedy="stop the daemon of that node; do not trust it",
+            where=Where.UNTOUCHED,
         )
     running = [entry for entry in mine if entry.rank.place == pb.Rank.HERE]
     here = {entry.rank.uid: entry for entry in running}

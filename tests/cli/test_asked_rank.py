@@ -142,6 +142,18 @@ async def test_rank_that_two_nodes_claim_is_not_chosen_by_chance(monkeypatch: py
         await find_running(cluster, "night", None)
 
 
+async def test_rank_that_is_invented_before_all_others_does_not_make_its_node_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def all_ranks(cluster: Any) -> tuple[list[Found], dict[str, SnapshotError]]:
+        return [*FOUND, Found("node-3", like(RANKS[0], uid="night-x-0badcafe", rank=-1))], {}
+
+    monkeypatch.setattr(finding, "all_ranks", all_ranks)
+    cluster: Any = None
+    with pytest.raises(Refused, match="node-3 says that it has rank -1 of job night"):
+        await find_running(cluster, "night", None)
+
+
 def test_images_of_different_ranks_with_one_number_are_not_put_together() -> None:
     image: dict[str, Any] = {"record": "m-1", "job": "night", "rank": 0}
     own, copy = pb.KeptImage(rank_uid="night-0", **image), pb.KeptImage(rank_uid="other-0", is_copy=True, **image)
