@@ -1,7 +1,7 @@
 """The daemon's configuration: one TOML file, checked as a whole before anything starts.
 
 Invariant: a `Config` that exists can be used as it is. Every value has its type and range, the files it names existed, and
-images are stored in memory only. All problems of a file are reported in one BadConfig, so that an operator need not
+images of moves are stored in memory only. All problems of a file are reported in one BadConfig, so that an operator need not
 restart the daemon once for each mistake.
 """
 
@@ -71,6 +71,10 @@ def _user_name(text: str) -> str:
 def _directory_or_empty(text: str) -> str:
     if text and not os.path.isdir(_absolute(text)):
         raise ValueError(f"{_absolute(text)} is not a directory")
+    return _absolute(text) if text else ""
+
+
+def _absolute_or_empty(text: str) -> str:
     return _absolute(text) if text else ""
 
 
@@ -177,6 +181,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     copy_limit: Annotated[str, toml_file.text('a speed like "2GB/s", or a part of the link like "30%"', _limit)] = ""
     # Whether the memory of a rank that is snapshotted is copied while the rank goes on, from a process that shares it.
     snapshot_copy_on_write: Annotated[bool, Meta(description="true or false")] = True
+    # A directory on a local disk for images of snapshots for which there is no memory; empty: they are refused.
+    snapshot_spill_dir: Annotated[str, toml_file.text("an absolute path", _absolute_or_empty)] = ""
     # Whether jobs whose lowest rank is here can be snapshotted and rolled back: not finished, see docs/limits.md.
     job_snapshots: Annotated[bool, Meta(description="true or false")] = False
     device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"
@@ -261,6 +267,10 @@ def _contradictions(found: dict[str, Any]) -> list[str]:
                     f"image_dir: {found['image_dir']} is not on tmpfs or ramfs; mount a tmpfs there, because images contain"
                     " the job's memory and must never reach a disk"
                 )
+    if spill := found.get("snapshot_spill_dir"):
+        others = [found[name] for name in ("state_dir", "run_dir", "image_dir", "spool_dir") if name in found]
+        if near := [other for other in others if Path(spill).is_relative_to(other) or other.is_relative_to(spill)]:
+            problems.append(f"snapshot_spill_dir: {spill} must be a directory of its own, apart from {near[0]}")
     for name in ("state_dir", "run_dir", "image_dir", "spool_dir", "memory_claims_dir"):
         if name not in found or (name == "spool_dir" and found[name].parent == found.get("state_dir")):
             continue

@@ -9,6 +9,7 @@ import resource
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
@@ -75,6 +76,7 @@ from snapshotd.progress.sampler import Sampler
 from snapshotd.runtime import faults, metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image.grpc_channel import push_handler
+from snapshotd.transport.image.spill import KEY, SpillDisk, SpillingStore
 from snapshotd.transport.image.store import ImageStore
 
 log = logging.getLogger(__name__)
@@ -85,6 +87,18 @@ log = logging.getLogger(__name__)
 GLANCE_S = 2.0
 
 
+def _spill_disk(config: Config) -> tuple[SpillDisk | None, str]:
+    """The disk for images that have no room in memory, or why there is none. A disk that fails must not keep the daemon from
+    starting: ranks may wait for it."""
+    if not config.snapshot_spill_dir:
+        return None, ""
+    try:
+        return SpillDisk(Path(config.snapshot_spill_dir)), ""
+    except SnapshotError as error:
+        log.error("%s is not used: %s", KEY, error.message)
+        return None, error.message
+
+
 class Daemon:
     """All parts of the daemon, behind the network process. `connect` opens a connection to the daemon of (node, endpoint)."""
 
@@ -93,7 +107,8 @@ class Daemon:
         symbols.builds.keep_in(config.state_dir)
         session.open_programs(config.criu)
         room = Room(config.memory_claims_dir, config.node)
-        store = ImageStore(config.image_dir, room=room)
+        disk, why = _spill_disk(config)
+        store = SpillingStore(config.image_dir, disk, why, room=room)
         suspended = ImageStore(config.state_dir / "suspended", on_disk=True)
         carry = Carry(config.state_dir, config.carry_paths)
         self.gpus = Gpus(config.gpu_library_dir, config.run_dir / "gpus.json")

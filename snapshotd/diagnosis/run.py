@@ -27,6 +27,8 @@ from snapshotd.runtime.child_process import REAP_S, environment
 from snapshotd.selfcheck import kernel
 from snapshotd.selfcheck.finding import Finding, State, failed
 from snapshotd.selfcheck.local import ADVICE, CHECKS
+from snapshotd.selfcheck.spilling import CHECK
+from snapshotd.transport.image.spill import KEY
 from snapshotd.transport.routes import routes_to
 
 LIMIT_S, LONGEST_S = 9.5, 600.0
@@ -84,7 +86,7 @@ class Diagnosis:
         return pb.DiagnoseReply(
             findings=[
                 pb.Diagnosis(check=each.check, state=each.state, text=each.text, remedy=each.remedy)
-                for each in (*findings, *gpus(info), *memory(info), *limit)
+                for each in (*findings, *gpus(info), *memory(info), *limit, *_unused_disk(self.node))
             ],
             routes=routes,
             paths=paths,
@@ -119,12 +121,21 @@ class Diagnosis:
             return pb.Route(peer=peer.name, data=await in_thread(probes.connect_all, routes, reply.key, call_s))
 
 
+def _unused_disk(node: Node) -> list[Finding]:
+    """A disk that works now, but did not when the daemon started."""
+    if not node.store.why:
+        return []
+    text = f"snapshotd does not use {KEY}: when it was started, {node.store.why}"
+    return [failed(CHECK, text, "mend that, then restart snapshotd")]
+
+
 async def local(config: Config, paths: list[str], limit_s: float) -> tuple[list[Finding], list[pb.PathFacts]]:
     """The results of snapshotd/selfcheck/local.py. What it does not answer in time is a finding, too."""
     asked = {
         "criu": config.criu,
         "criu_version": config.criu_version,
         "image_dir": str(config.image_dir),
+        "snapshot_spill_dir": config.snapshot_spill_dir,
         "tls": {name: str(getattr(config.credentials, name)) for name in ("ca", "cert", "key")},
         "paths": paths,
     }

@@ -20,6 +20,7 @@ from snapshotd.moves.reserve import Reserve
 from snapshotd.moves.saved import Late, Saved
 from snapshotd.proc.room import Room
 from snapshotd.proc.tree import Process
+from snapshotd.transport.image.spill import SpillingStore
 from snapshotd.transport.image.store import ImageStore
 
 
@@ -31,7 +32,7 @@ class Node:
     journal: Journal
     reserve: Reserve
     ranks: Ranks
-    store: ImageStore
+    store: SpillingStore
     suspended: ImageStore  # images of suspended ranks, on a disk
     carry: Carry
     gpus: Gpus

@@ -48,6 +48,7 @@ class Offer:
     memory_id: str = ""
     holds: bool = False
     changed_files: str = ""
+    disk_bytes: int = 0
 
     @property
     def arriving(self) -> Arriving:
@@ -74,6 +75,7 @@ def examine(
     resumes: bool = False,
     holds: bool = False,
     changed_files: str = "",
+    disk_bytes: int = 0,
 ) -> list[Check]:
     """Verdicts about moving this rank here; never raises. Blocking (it examines files): run it in a thread.
 
@@ -82,12 +84,13 @@ def examine(
     requested GPU, in the form that snapshotd/cuda/pairing.py accepts. A rank without a GPU gets only one GPU check.
     `allow_root` is the node's policy for ranks of root. `memory_id` is this node's; the source may share it.
     `resumes`: the rank is suspended, and has no process. `holds`: memory on the GPU is filled while it arrives.
-    `changed_files`: as in PrepareRequest; then files that were open for writing may have changed.
+    `changed_files`: as in PrepareRequest; then files that were open for writing may have changed. `disk_bytes`: room on a
+    disk, for an image that has none in memory.
     """
     wanted = TARGET_CHECKS | (GPU_CHECKS if facts.HasField("gpu") else {})
     gpu = GpuOffer(facts, node, gpu_wish, resumes)
     with UserLook(user_of(facts)) as look:
-        policies = (allow_root, memory_id, holds, changed_files)
+        policies = (allow_root, memory_id, holds, changed_files, disk_bytes)
         offer = Offer(facts, node, carry_paths, may_replace, restore_factor, gpu, look, *policies)
         return [guarded(name, check, offer) for name, check in wanted.items()]
 
@@ -268,6 +271,8 @@ PRIORITIES_REMEDY = (
 def image_room(offer: Offer) -> Check:
     wanted = offer.arriving.all_bytes + offer.facts.carried_bytes
     free = max(0, offer.node.image_capacity_bytes - offer.node.image_held_bytes)
+    if free < wanted <= offer.disk_bytes:
+        return passed("image-room", f"{_mib(free)} free in memory, {_mib(wanted)} needed: the image goes to the disk")
     if free < wanted:
         return refused(
             "image-room",

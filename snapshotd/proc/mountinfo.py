@@ -41,6 +41,14 @@ def read() -> list[Mount]:
     return parse(read_text("/proc/self/mountinfo"))
 
 
+def mount_of(path: Path) -> Mount | None:
+    """The mount in which a path without links is. None: not known."""
+    mounts = read()
+    over = [mount for mount in mounts if path.is_relative_to(mount.point)]
+    # Of two at one place the later.
+    return max(over, key=lambda mount: (len(mount.point.parts), mounts.index(mount))) if over else None
+
+
 def cgroup2_root(mounts: list[Mount] | None = None) -> Path | None:
     """Where cgroup v2 is mounted: /sys/fs/cgroup, or …/unified under a hybrid hierarchy. None if it is not."""
     return next((mount.point for mount in (read() if mounts is None else mounts) if mount.kind == "cgroup2"), None)

@@ -13,6 +13,7 @@ gpu              the CUDA helper starts; NVML lists the GPUs, and the driver can
 certificates     how long the node's certificate is valid
 network          the network process starts as its user, with the certificates, and can listen on its ports
 images           the place of images is in memory, and can be written to
+snapshot-disk    snapshots for which there is no memory can be written to the disk that is configured for them
 cgroup           a cgroup of version 2 can be made, frozen and killed
 kernel           other features that a move needs
 time-namespace   a time namespace can be made, in which the clocks of a moved rank continue

@@ -9,6 +9,7 @@ from snapshotd.config import Config
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.selfcheck import kernel, parts, processes
 from snapshotd.selfcheck.finding import Finding, failed
+from snapshotd.selfcheck.spilling import CHECK, spilling
 
 _AGAIN = "mend what the other lines say, then check again"
 
@@ -24,6 +25,7 @@ async def findings(config: Config) -> list[Finding]:
         "certificates": in_thread(parts.certificate, config),
         "network": processes.network(config, daemon_pid),
         "images": in_thread(kernel.images, config),
+        CHECK: in_thread(spilling, config),
         "cgroup": in_thread(kernel.cgroups),
         "kernel": in_thread(kernel.features),
         "time-namespace": in_thread(kernel.time_namespace),

@@ -1,8 +1,8 @@
 """The checks that need no other process of the daemon: `python -m snapshotd.selfcheck.local`, for a daemon that runs.
 
-Reads {"criu", "criu_version", "image_dir", "tls": {"ca", "cert", "key"}, "paths"} as JSON from stdin, and prints one JSON
-object per line as results arrive: {"check", "state", "text", "remedy"}, or {"path", "file_system", "source"}. A check may
-hang, in the kernel too. So this is a process of its own, which the daemon kills after a while.
+Reads {"criu", "criu_version", "image_dir", "snapshot_spill_dir", "tls": {"ca", "cert", "key"}, "paths"} as JSON from stdin,
+and prints one JSON object per line as results arrive: {"check", "state", "text", "remedy"}, or {"path", "file_system",
+"source"}. A check may hang, in the kernel too. So this is a process of its own, which the daemon kills after a while.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 from snapshotd.api.credentials import Credentials
 from snapshotd.proc import mountinfo
-from snapshotd.selfcheck import kernel, parts
+from snapshotd.selfcheck import kernel, parts, spilling
 from snapshotd.selfcheck.finding import Finding, failed
 
 #: In the order in which they are shown.
-CHECKS = ("criu", "shim", "certificates", "images", "cgroup", "kernel", "time-namespace", "descriptors")
+CHECKS = ("criu", "shim", "certificates", "images", spilling.CHECK, "cgroup", "kernel", "time-namespace", "descriptors")
 #: For a check that has no result.
 ADVICE = "run `snapshotd --check` on the node"
 
@@ -35,6 +35,7 @@ def main() -> None:
         criu=asked["criu"],
         criu_version=asked["criu_version"],
         image_dir=Path(asked["image_dir"]),
+        snapshot_spill_dir=asked["snapshot_spill_dir"],
         credentials=credentials,
     )
     works: list[Callable[[], object]] = [
@@ -42,6 +43,7 @@ def main() -> None:
         parts.shim_libraries,
         lambda: parts.certificate(config),
         lambda: kernel.images(config),
+        lambda: spilling.spilling(config),
         kernel.cgroups,
         kernel.features,
         kernel.time_namespace,
@@ -75,11 +77,9 @@ def _looking_at(path: str) -> Callable[[], object]:
 
 def path_facts(path: str) -> dict[str, str]:
     """The file system that has `path`; an empty one if there is no such path."""
-    mounts, place = mountinfo.read(), Path(path)
-    over = [mount for mount in mounts if place.is_relative_to(mount.point)]
-    if not over or not place.exists():
+    best = mountinfo.mount_of(Path(path))
+    if best is None or not Path(path).exists():
         return {"path": path, "file_system": "", "source": ""}
-    best = max(over, key=lambda mount: (len(mount.point.parts), mounts.index(mount)))  # of two at one place the later
     return {"path": path, "file_system": best.kind, "source": best.source}
 
 

@@ -236,6 +236,9 @@ def test_missing_or_invalid_file_is_reported(tmp_path: Path) -> None:
         (f'state_dir = "/{"x" * 5000}"', "File name too long"),
         ('gpu_library_dir = "lib"', "not an absolute path without '..'"),
         ('gpu_library_dir = "/nowhere"', "/nowhere is not a directory"),
+        ('snapshot_spill_dir = "nvme"', "not an absolute path without '..'"),
+        (f'snapshot_spill_dir = "{RAM}/snapshotd-test-images/more"', "must be a directory of its own"),
+        ('snapshot_spill_dir = "/var/lib"', "must be a directory of its own"),
         ('advertise = "0.0.0.0:7070"', "other nodes cannot reach 0.0.0.0:7070"),
     ],
 )

@@ -68,7 +68,11 @@ def test_a_path_that_loses_large_packets_is_named() -> None:
 
 def config(folder: Path, certificates: Certificates) -> Any:
     return SimpleNamespace(
-        criu=str(fake_criu(folder)), criu_version="4.2.1", image_dir=Path("/dev/shm"), credentials=certificates.node
+        criu=str(fake_criu(folder)),
+        criu_version="4.2.1",
+        image_dir=Path("/dev/shm"),
+        snapshot_spill_dir="",
+        credentials=certificates.node,
     )
 
 

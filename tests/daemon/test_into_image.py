@@ -25,7 +25,7 @@ from snapshotd.moves.rules import Mark
 from snapshotd.moves.saved import Late
 from snapshotd.proc import host
 from snapshotd.proc.room import Room
-from snapshotd.transport.image.store import ImageStore
+from snapshotd.transport.image.spill import SpillingStore
 from tests.daemon.offload_doubles import Source, source
 
 __all__ = ["source"]
@@ -60,7 +60,7 @@ class Rank:
     def __init__(self, folder: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
         self.process = next(iter(source.memories))
         room = Room(folder / "room", "a")
-        self.store = ImageStore(folder / "images", room=room)
+        self.store = SpillingStore(folder / "images", room=room)
         self.card = pb.Gpu(uuid=GPU, memory_bytes=1600 * MIB, memory_free_bytes=800 * MIB)
         self.dropped: list[str] = []
         self.given: list[bool] = []

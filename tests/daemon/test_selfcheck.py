@@ -11,6 +11,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,10 @@ from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import BadConfig
 from snapshotd.criu.find import PRIVATE
 from snapshotd.inprocess import symbols
+from snapshotd.proc import host, mountinfo
+from snapshotd.proc.mountinfo import Mount
 from snapshotd.runtime.blocking import in_thread
-from snapshotd.selfcheck import every, kernel, parts, processes
+from snapshotd.selfcheck import every, kernel, parts, processes, spilling
 from snapshotd.selfcheck.finding import Finding, State
 from tests.daemon.test_main import REPO, Place, place  # noqa: F401
 from tests.fakes.cuda_fake import GpuNode
@@ -33,7 +36,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="snapshotd runs as roo
 
 PARTS = (
     *("imports", "criu", "shim", "gpu", "certificates", "network"),
-    *("images", "cgroup", "kernel", "time-namespace", "descriptors"),
+    *("images", "snapshot-disk", "cgroup", "kernel", "time-namespace", "descriptors"),
 )
 
 
@@ -55,6 +58,26 @@ def check(place: Place, option: str = "--check") -> tuple[int, dict[str, str], s
 def with_real_criu(place: Place) -> None:  # noqa: F811
     text = place.config.read_text()
     place.config.write_text(text.replace(f'criu = "{place.folder}/criu"', f'criu = "{PRIVATE[1]}"'))
+
+
+def test_disk_for_snapshots_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "is_ram_backed", lambda _path: False)  # folders of tests may be in memory
+
+    def found(folder: str) -> Finding:
+        config: Any = SimpleNamespace(snapshot_spill_dir=folder)
+        return spilling.spilling(config)
+
+    assert found("").state is State.OK
+    assert found(str(tmp_path / "none")).state is State.FAILED
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    good = found(str(disk))
+    assert good.state is State.OK or "free space" in good.remedy, good
+    assert list(disk.iterdir()) == []
+    monkeypatch.setattr(mountinfo, "mount_of", lambda path: Mount(path, "nfs4", (), 0, "server:/export"))
+    assert "no local disk" in found(str(disk)).text
+    (disk / "file").touch()
+    assert "not empty" in found(str(disk)).text
 
 
 @pytest.mark.parametrize("option", ["--check", "--check-config"])

@@ -79,6 +79,7 @@ class Move:
             carry_closed_bytes=1 << 20,
             chunk_bytes=1 << 20,
             **dict.fromkeys(("state_dir", "run_dir", "image_dir", "spool_dir"), state),
+            snapshot_spill_dir="",
         )
         self.journal = Journal(state)
         self.node: Any = SimpleNamespace(config=config, carry=Carry(state, [str(self.local)]), journal=self.journal)

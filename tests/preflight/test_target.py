@@ -186,6 +186,15 @@ def test_source_on_the_same_machine_needs_its_part_of_the_memory() -> None:
     assert "including 5376 MiB on the source, which shares the memory" in check.reason
 
 
+@pytest.mark.parametrize(("disk_bytes", "verdict"), [(12 * GIB, Check.PASS), (GIB, Check.REFUSE), (0, Check.REFUSE)])
+def test_image_that_has_no_room_in_memory_goes_to_the_disk(disk_bytes: int, verdict: Check.Verdict.ValueType) -> None:
+    report, here = facts(), node()
+    here.image_held_bytes = here.image_capacity_bytes
+    (found,) = (one for one in examine(report, here, carry_paths=(), disk_bytes=disk_bytes) if one.name == "image-room")
+    assert found.verdict == verdict
+    assert ("goes to the disk" in found.reason) == (verdict == Check.PASS)
+
+
 def test_memory_that_stays_on_its_gpu_needs_a_window_on_both_nodes() -> None:
     """Of 100 GiB; if the source, or this node, puts it into files, it needs as much memory."""
     report, here, names = facts(), node(), {"memory", "image-room"}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 
 from snapshotd.api.errors import GpuFailed, Internal, RankGone, SnapshotError
@@ -194,9 +195,18 @@ class IntoImage:
             for name, size in zip(one.names, one.sizes, strict=True):
                 if (found := self._room.path(name).stat().st_size) != size:
                     raise Internal(f"{name} has {found} bytes, {size} were copied")
-        for one in self._striped:
-            for name in one.names:
+        moved = [name for one in self._striped for name in one.names]
+        if self._room.folder.stat().st_dev != folder.stat().st_dev:  # they are in memory, and the image is on a disk
+            for name in moved:
+                shutil.copyfile(self._room.path(name), folder / f".{name}")
+                (folder / f".{name}").chmod(0o600)
+            for name in moved:
+                (folder / f".{name}").rename(folder / name)
+        else:
+            for name in moved:
                 self._room.path(name).rename(folder / name)
+        if self._room.folder.parent == folder:
+            self._room.folder.rmdir()
         stripe_files.sweep(self._node.config.image_dir, self._log.move)
 
     async def close(self) -> None:

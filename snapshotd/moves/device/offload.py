@@ -16,6 +16,8 @@ import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 from snapshotd.api.errors import Full, RankGone, SnapshotError, Unreachable, Where, WrongState
 from snapshotd.cuda.driver import Gpus
@@ -57,7 +59,6 @@ class Offload:
         self.node, self.log, self._gpus = node, move_log, list(gpus)
         self.striped = striped
         self.names = [name for one in striped for name in one.names]
-        self.folder = stripe_files.folder_of(node.config.image_dir, move_log.move)
         self.warnings: list[str] = []
         self.channel = SourceChannel(node, move_log, self.names, self._warn)
         #: If the processes cannot be asked, the bytes that preflight saw.
@@ -68,6 +69,11 @@ class Offload:
         self.into_image = IntoImage(node, move_log, self._room) if move_log.begin.kind == "snapshot" else None
         self._copies: list[asyncio.Task[None]] = []
         self._announcing: asyncio.Task[None] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Of the stripe files."""
+        return self._room.folder
 
     @property
     def expected_bytes(self) -> int:
@@ -89,6 +95,7 @@ class Offload:
         if holds and await self._prepare_to_hold():
             return
         await self._journal()
+        await in_thread(partial(self._room.place, beside_image=False))
         await in_thread(self._room.make_folder)
         try:  # first: the target may have reserved memory for a window only, and for an image without device memory
             await self.channel.open(self.expected_bytes)
@@ -112,6 +119,7 @@ class Offload:
     async def _prepare_to_hold(self) -> bool:
         """Prepares the memory to stay on its GPU until it is sent. False, with a warning, if it has to go through files."""
         try:
+            await in_thread(partial(self._room.place, beside_image=self.into_image is not None))
             await in_thread(self._room.make_folder)
             await in_thread(self.node.holder.start, self.log.move)
             if self.into_image is not None:

@@ -1,11 +1,12 @@
 """The host memory of a source's stripe files: reserved before they are made, and watched while they are allocated.
 
 Invariant: a file is allocated in steps, each only if there is memory for it. What is reserved and not allocated yet counts as
-taken.
+taken. Files of a snapshot whose image is on a disk are made there, in the room of that image.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from snapshotd.moves.node import Node
 from snapshotd.proc.room import FLOOR_BYTES, RESERVE_BYTES, mib
 from snapshotd.runtime.blocking import all_at_once, in_thread
 
+#: The files' folder within that of an image on a disk, until they are complete.
+ON_DISK = ".stripes"
+
 
 class StripeRoom:
     """The stripe files of one move."""
@@ -23,11 +27,25 @@ class StripeRoom:
         """`files`: how many there are; they are allocated at the same time."""
         self._node, self._move, self._files = node, move, files
         self.folder = stripe_files.folder_of(node.config.image_dir, move)
+        self._on_disk = False
         self._unallocated_bytes = 0
+
+    def place(self, *, beside_image: bool) -> None:
+        """Chooses the place of the files, before they are made: with the image of a snapshot if that is on a disk, or in
+        memory. Files that a process of the rank writes itself must be in memory: a disk that fails would kill it."""
+        self._on_disk = beside_image and self._node.store.on_disk(self._move)
+        if self._on_disk:
+            self.folder = self._node.store.path(self._move) / ON_DISK
+        else:
+            if self.folder.name == ON_DISK:  # what was made there is of no use
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = stripe_files.folder_of(self._node.config.image_dir, self._move)
 
     def reserve(self, size_bytes: int) -> None:
         """Blocking. Raises Full."""
         node = self._node
+        if self._on_disk:
+            return  # with the image
         node.store.dropped()  # before the turn: all moves of the machine wait for it
         with node.room.turn():
             room = node.store.room_bytes()
@@ -41,11 +59,18 @@ class StripeRoom:
 
     def make_folder(self) -> None:
         """An empty one. Blocking."""
+        if self._on_disk:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            return
         stripe_files.make_folder(self._node.config.image_dir, self._move)
 
     async def make_files(self, wanted: Sequence[tuple[str, int]]) -> None:
         """Makes files with these names and bytes, and allocates all of them. Raises Full."""
-        await in_thread(self.reserve, sum(size for _, size in wanted))
+        size_bytes = sum(size for _, size in wanted)
+        if self._on_disk:
+            names = [f"{ON_DISK}/{name}" for name, _ in wanted]
+            await in_thread(self._node.store.set_aside, self._move, names, size_bytes)
+        await in_thread(self.reserve, size_bytes)
         files = [(self.folder / name, size) for name, size in wanted]
         await all_at_once(lambda file: stripe_files.allocate(*file, self._look), files)
 
@@ -62,6 +87,8 @@ class StripeRoom:
 
     def _look(self, step_bytes: int) -> None:
         """Before more of a file is allocated. Blocking. Raises Full if something else has taken the memory meanwhile."""
+        if self._on_disk:
+            return
         limited_by, left = self._node.room.left()
         at_once_bytes = min(self._unallocated_bytes, step_bytes * self._files)  # the other files take a step as well
         if left < at_once_bytes + FLOOR_BYTES:

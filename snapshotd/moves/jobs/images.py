@@ -67,7 +67,11 @@ class StoredImages:
                 self.node.suspended.drop(move)
         for move in self.node.store.moves():
             move_log = self.node.journal.find(move)
-            if move_log is not None and move_log.begin.kind and move_log.ended_unix_s and not self._kept(move_log):
+            if move_log is None:
+                unneeded = self.node.store.on_disk(move)  # a crash before it was journalled
+            else:
+                unneeded = bool(move_log.begin.kind and move_log.ended_unix_s and not self._kept(move_log))
+            if unneeded:
                 self.node.store.drop(move)
         self.node.kept_files.sweep(self._needs_files)
 
@@ -119,6 +123,7 @@ class StoredImages:
         move_log = self._image(request.image)
         if len(request.nonce) < 16 or not request.target_node or not request.target_endpoint:
             raise Usage("an image is sent with the target's nonce, to a node and its endpoint")
+        parts += await self._synced(move_log)
         await reach(Point.BEFORE_SEND)
         sending = _Sending(self.node, move_log, request, self._pacing)
         task = asyncio.create_task(sending.run(), name=f"send {request.image}")
@@ -163,6 +168,15 @@ class StoredImages:
                 )
             parts.append(pb.Part(name=late, seconds=saved.seconds, bytes=saved.bytes))
         return parts
+
+    async def _synced(self, move_log: MoveLog) -> list[pb.Part]:
+        """The image of a snapshot does not count before a disk has said that it has it. Raises Full or Internal."""
+        if move_log.begin.kind != "snapshot" or move_log.committed or not self.node.store.on_disk(move_log.move):
+            return []
+        began_s = host.boottime_s()
+        await in_thread(self.node.store.sync, move_log.move)
+        size_bytes = await self._size_of(move_log.move)
+        return [pb.Part(name="sync", seconds=host.boottime_s() - began_s, bytes=size_bytes)]
 
     @step
     async def drop(
@@ -299,6 +313,8 @@ class _Sending:
         if target is None or target.begin.role != "target" or not self.log.begin.kind:
             return files
         folder = self.node.store.path(self.request.move)
+        if folder.stat().st_dev != self.folder.stat().st_dev:
+            return files  # one of them is on a disk
         stripes = [path for path in files if stripe_files.NAME.fullmatch(path.name)]
         for path in stripes:
             with contextlib.suppress(FileExistsError):  # of an attempt whose answer was lost

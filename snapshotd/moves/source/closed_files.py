@@ -18,6 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -84,6 +85,7 @@ def look(node: Node, entry: RankEntry, facts: pb.RankFacts, scope: Scope) -> tup
 def _find(node: Node, user: User, scope: Scope, used: Sequence[str], where: Where = Where.SOURCE_RUNNING) -> Found:
     config = node.config
     own = [config.state_dir, config.run_dir, config.image_dir, config.spool_dir]
+    own += [Path(config.snapshot_spill_dir)] if config.snapshot_spill_dir else []
     return node.carry.closed.find(user, scope, used, own, where)
 
 

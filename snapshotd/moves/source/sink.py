@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 from snapshotd.api import snapshotd_pb2 as pb
@@ -65,7 +66,8 @@ class StoreSink:
 
     async def seal(self, files: Sequence[pb.ImageFile]) -> Sequence[str]:
         with span("seal"):
-            damaged = await in_thread(self.store.seal, self.log.move, files)
+            sync = self.log.begin.kind != "snapshot"  # its rank waits; it is done when the copies are sent
+            damaged = await in_thread(partial(self.store.seal, self.log.move, files, sync=sync))
         if not damaged:
             await in_thread(stored.describe, self.store.path(self.log.move), self.log, self.facts)
         return damaged

@@ -69,14 +69,21 @@ async def make_room(node: Node, moving: Moving, entry: RankEntry) -> None:
     """Reserves room for the image while the rank runs, and for its device memory on its way there: in stripe files, or in the
     rank's own memory, into which the driver's checkpoint copies it. Raises Full."""
     move_log, facts = moving.log, moving.facts
+    is_snapshot = move_log.begin.kind == "snapshot"
+    if is_snapshot:  # before the stripe files are made: they are in the same place, if that is possible
+        whole_bytes = facts.memory_bytes + facts.carried_bytes + kept_files.ROOM_BYTES
+        await in_thread(node.store.spill, move_log.move, whole_bytes)
     if facts.HasField("gpu"):
         await freeze.make_ready(node, moving, entry, Parts())
         facts.gpu.offloaded_bytes = moving.offload.expected_bytes if moving.offload is not None else 0
     needed_bytes = facts.memory_bytes + facts.carried_bytes
-    if move_log.begin.kind == "snapshot":  # the stripe files themselves become part of the image
-        needed_bytes = max(0, needed_bytes - facts.gpu.offloaded_bytes) + kept_files.ROOM_BYTES
-        await in_thread(node.kept_files.ready, move_log.move, facts)
-    await in_thread(node.store_of(move_log.begin).create, move_log.move, needed_bytes)
+    if not is_snapshot:
+        await in_thread(node.store_of(move_log.begin).create, move_log.move, needed_bytes)
+        return
+    # The stripe files themselves become part of the image.
+    needed_bytes = max(0, needed_bytes - facts.gpu.offloaded_bytes) + kept_files.ROOM_BYTES
+    await in_thread(node.kept_files.ready, move_log.move, facts)
+    await in_thread(node.store.create_kept, move_log.move, needed_bytes)
 
 
 def must_fit(entry: RankEntry, request: pb.BeginRequest) -> None:

@@ -93,7 +93,7 @@ class TwinMemory:
     def reserve(self) -> None:
         """The image is about to be sealed, and what is reserved for it is given up: not for these files."""
         self._unwritten_bytes = self.bytes
-        self._node.room.count(self._purpose, lambda: self._unwritten_bytes)
+        self._node.store.promise(self._log.move, lambda: self._unwritten_bytes)
 
     # ------------------------------------------------------------------ while the rank runs again
 
@@ -166,7 +166,7 @@ class TwinMemory:
         twins.end(self._node, self._log)
         while self._memories:
             os.close(self._memories.pop())
-        self._node.room.give_up(self._purpose)
+        self._node.store.withdraw(self._log.move)
 
     async def close(self) -> None:
         """The snapshot is given up: copies nothing more, and ends the twins. Idempotent."""
@@ -175,10 +175,6 @@ class TwinMemory:
             await asyncio.gather(self._saving, return_exceptions=True)
         self._node.saving.pop((self._log.move, Late.HOST), None)
         await in_thread(self._end)
-
-    @property
-    def _purpose(self) -> str:
-        return f"late files of {self._log.move}"
 
 
 def _shared(twin: Twin) -> Shared | None:

@@ -1,7 +1,8 @@
 """Keeps copies of the images of other nodes' ranks, for the snapshots of their jobs: this node is the buddy of those ranks.
 
 Invariant: see `job_rules.copy_next`. A copy comes like the image of a move, and is sealed like it, but nothing is restored
-from it here. It lies in memory, and is dropped when its coordinator says that it is not needed any more.
+from it here. It lies in memory, or on a disk if there is none. It is dropped when its coordinator says that it is not needed
+any more.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ async def prepare(node: Node, signatures: SourceSignatures, request: pb.PrepareR
     await signatures.meet(facts.source_node, request.source_endpoint)
     await reach(Point.BEFORE_PREPARE)
     needed_bytes = facts.memory_bytes + facts.carried_bytes + kept_files.ROOM_BYTES
-    await in_thread(node.store.create, request.move, needed_bytes)
+    await in_thread(node.store.create_kept, request.move, needed_bytes)
     begin = Begin(
         move=request.move,
         role="target",

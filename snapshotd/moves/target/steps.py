@@ -67,6 +67,7 @@ class TargetSteps(TargetSettling):
 
     async def examine(self, request: pb.ExamineRequest, info: pb.NodeInfo) -> list[pb.Check]:
         """The checks of preflight on this node. Changes nothing."""
+        from_image = request.resume or request.changed_files  # the latter before a rollback, while the rank may run
         return list(
             await in_thread(
                 preflight.examine,
@@ -80,6 +81,7 @@ class TargetSteps(TargetSettling):
                 resumes=request.resume,
                 changed_files=request.changed_files,
                 holds=self.node.config.hold_device_memory and not request.resume,
+                disk_bytes=await in_thread(self.node.store.disk_room_bytes) if from_image else 0,
             )
         )
 
@@ -126,7 +128,10 @@ class TargetSteps(TargetSettling):
             comes = preflight.arriving(facts, holds=config.hold_device_memory and not resumes)
             window_bytes = comes.stripes_bytes if comes.windowed else 0
             size_bytes = comes.all_bytes + facts.carried_bytes + (kept_files.ROOM_BYTES if resumes else 0)
-            await in_thread(self.node.store.create, request.move, size_bytes, window_bytes)
+            if resumes:
+                await in_thread(self.node.store.create_kept, request.move, size_bytes)
+            else:
+                await in_thread(self.node.store.create, request.move, size_bytes, window_bytes)
             begin = Begin(
                 move=request.move,
                 role="target",

@@ -10,7 +10,6 @@ restarted daemon recognises sealed images; of a partial one it knows only that i
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -18,11 +17,11 @@ import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from snapshotd.api.errors import Damaged, Full, Internal, NotFound, SnapshotError, WrongState
+from snapshotd.api.errors import Damaged, Full, NotFound, SnapshotError, WrongState
 from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.proc import meminfo
 from snapshotd.proc.room import Room, mib
@@ -32,6 +31,7 @@ from snapshotd.transport.image.known_blocks import KnownBlocks
 from snapshotd.transport.image.overlay import file_of
 from snapshotd.transport.image.receiving import Receiving
 from snapshotd.transport.image.sparse_file import put
+from snapshotd.transport.image.storage_errors import translated
 from snapshotd.transport.image.sync import sync_files, sync_folder
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class ImageStore:
         self._sealed: dict[str, str] = {}  # move -> the sealed list of files
         self._dropping: list[threading.Thread] = []
         self._undropped: set[str] = set()
+        self._promised: dict[str, Callable[[], int]] = {}  # by move: bytes of files that are written after the seal
         self.known_blocks = KnownBlocks(room)
         if room is not None and not on_disk:
             room.count(ROOM, self.reserved_bytes)
@@ -90,7 +91,7 @@ class ImageStore:
             try:
                 directory.mkdir(mode=0o700)
             except OSError as error:
-                raise _translated(error, f"creating {directory}") from error
+                raise translated(error, f"creating {directory}") from error
             self._receiving[move] = Receiving(directory, capacity_bytes, window_bytes=window_bytes)
 
     def write(self, move: str, frame: Frame) -> bool:
@@ -111,7 +112,7 @@ class ImageStore:
             try:
                 put(receiving.directory / file_of(frame.name), frame)
             except OSError as error:
-                raise _translated(error, f"writing {frame.name} of {move}") from error
+                raise translated(error, f"writing {frame.name} of {move}") from error
             with receiving.changed:
                 chunk = (frame.length, frame.digest)
                 if receiving.chunks.setdefault(frame.name, {}).setdefault(frame.offset, chunk) != chunk:
@@ -132,8 +133,9 @@ class ImageStore:
         log.warning("images of %s: %s at %d arrived damaged", move, frame.name, frame.offset)
         return Answer(Kind.BAD, frame.sequence)
 
-    def seal(self, move: str, files: Sequence[ImageFile]) -> list[str]:
-        """The names of files that are incomplete, missing or unexpected. If there are none, the move is sealed."""
+    def seal(self, move: str, files: Sequence[ImageFile], *, sync: bool = True) -> list[str]:
+        """The names of files that are incomplete, missing or unexpected. If there are none, the move is sealed. `sync`: False
+        if a rank waits for it, and `sync` is called later."""
         directory = self._directory(move)
         wanted = Counter(file.name for file in files)
         summary = json.dumps(sorted((file.name, file.size, file.chunks, file.digest.hex()) for file in files))
@@ -160,21 +162,30 @@ class ImageStore:
             fresh = directory / (_SEAL_NAME + "-fresh")
             fresh.touch(mode=0o600)
             fresh.write_text(summary)
-            if self._on_disk:
+            if self._on_disk and sync:
                 sync_files(directory)
             fresh.rename(directory / _SEAL_NAME)
-            if self._on_disk:
-                sync_folder(directory)
-                sync_folder(self._root)
+            if self._on_disk and sync:
+                sync_folder(directory, self._root)
         except OSError as error:
             with receiving.changed:
                 receiving.closed = False
-            raise _translated(error, f"sealing {move}") from error
+            raise translated(error, f"sealing {move}") from error
         with self._lock:
             self._sealed[move] = summary
             self._receiving.pop(move, None)
         self.known_blocks.forget(move)
         return []
+
+    def sync(self, move: str) -> None:
+        """What `seal` has left out, and files that were added since. Until then a disk may have failed without a word."""
+        directory = self.path(move)
+        if self._on_disk:
+            try:
+                sync_files(directory)
+                sync_folder(directory, self._root)
+            except OSError as error:
+                raise translated(error, f"writing the images of {move} to the disk") from error
 
     def sealed(self, move: str) -> bool:
         """Whether the move's images are complete and verified; known after a restart of the daemon too."""
@@ -209,7 +220,7 @@ class ImageStore:
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise _translated(error, f"removing the images of {move}") from error
+            raise translated(error, f"removing the images of {move}") from error
         with self._lock:
             self._receiving.pop(move, None)
             self._sealed.pop(move, None)
@@ -286,11 +297,22 @@ class ImageStore:
                 receiving.refused = why
 
     def reserved_bytes(self) -> int:
-        """What is reserved for moves that are still arriving, and not used yet."""
-        return sum(
+        """What is reserved for moves that are still arriving, or is promised to files of others, and not used yet."""
+        arriving = sum(
             max(0, one.capacity_bytes - one.written_bytes - one.taken_beside_bytes())
             for one in list(self._receiving.values())
         )
+        return arriving + sum(untaken() for untaken in list(self._promised.values()))
+
+    def promise(self, move: str, untaken: Callable[[], int]) -> None:
+        """What is reserved for the move ends with its seal. From now on what `untaken` returns stays reserved, for files that
+        are written into its folder later."""
+        self._promised[move] = untaken
+
+    def withdraw(self, move: str) -> None:
+        """Nothing is promised to the move any more. Idempotent."""
+        if self._promised.pop(move, None) is not None and self._room is not None:
+            self._room.state()
 
     def capacity_bytes(self) -> int:
         """The most memory that images could use now: what they use, and what is free."""
@@ -372,12 +394,6 @@ def _check_sane(frame: Frame) -> None:
         raise Damaged(f"{frame.name[:100]!r} is not the name of an image file")
     if frame.offset < 0 or frame.length < 0 or frame.offset + frame.length > MAX_FILE_BYTES:
         raise Damaged(f"{frame.name}: a chunk at {frame.offset} of {frame.length} bytes is beyond {MAX_FILE_BYTES}")
-
-
-def _translated(error: OSError, doing: str) -> Full | Internal:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
-        return Full(f"no space left while {doing}: {error.strerror}")
-    return Internal(f"{doing}: {error}")
 
 
 def _unknown(move: str) -> NotFound:

@@ -8,15 +8,20 @@ from pathlib import Path
 
 def sync_files(folder: Path) -> None:
     """Writes the content of all files of a folder."""
-    for entry in os.scandir(folder):
+    with os.scandir(folder) as found:
+        entries = list(found)
+    for entry in entries:
+        if not entry.is_file(follow_symlinks=False):
+            continue
         with open(entry.path, "rb") as file:
             os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Writes the names in a folder."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def sync_folder(*folders: Path) -> None:
+    """Writes the names in each folder, in this order."""
+    for folder in folders:
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
