@@ -14,6 +14,8 @@ errors of a file are reported together, with the file's name. No connection is o
     cert = "alice.crt"
     key = "alice.key"
 
+`snapshot_copies = 2`, above all tables, has two other nodes keep a copy of each rank's image in the snapshots of jobs.
+
 A lab's file also names the network namespace from which its nodes are reached: `netns`, and `netns_inode`, because the
 process id in the path may have been reused.
 """
@@ -85,6 +87,7 @@ class Cluster:
     networks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by node: name of a network -> address
     labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by node: spare, rack, network
     ssh: Mapping[str, str] = field(default_factory=dict)  # by node: where `migrator cluster add --ssh` reached it
+    snapshot_copies: int = 1  # of each rank's image, on other nodes
     watch: Callable[[str, DaemonClient], DaemonClient] | None = None  # what to make of each client before it is used
 
     @classmethod
@@ -140,7 +143,9 @@ class Cluster:
         toml_file.check(problems, str(path))
         ssh = {name: table["ssh"] for name, table in (found["nodes"] or {}).items() if table.get("ssh")}
         labels = {name: table["labels"] for name, table in (found["nodes"] or {}).items() if table.get("labels")}
-        return cls(str(path), nodes, tls, netns, tuple(found.get("fence", ())), networks, labels, ssh)
+        return cls(
+            str(path), nodes, tls, netns, tuple(found.get("fence", ())), networks, labels, ssh, found["snapshot_copies"]
+        )
 
     def client(self, node: str) -> DaemonClient:
         """A client of that node's daemon, not yet connected."""
@@ -248,6 +253,7 @@ class _File(msgspec.Struct):
     fence: Annotated[
         tuple[str, ...], Meta(description='a list: a program and its arguments, as ["/sbin/fence", "-f"]')
     ] = ()
+    snapshot_copies: Annotated[int, Meta(ge=1, description="a whole number above 0")] = 1
     netns: Annotated[Path | None, toml_file.text("an absolute path", _absolute)] = None
     netns_inode: Annotated[int | None, Meta(description="a whole number")] = None
 

@@ -21,12 +21,13 @@ they are moves like any other, with the same marks (`migrator/protocol.py`), and
 **Snapshots.** A snapshot is a suspension after which the ranks go on. Each goes on as soon as its own image is complete,
 whatever the outcome will be: until the others' images are complete too, their filters drop what it sends, so the cut stays
 consistent. Device memory may get into the image after that, from a copy as it was at the cut; a store without it is not
-ready, and Source.Send waits for it. Then the image is sent to the rank's *buddy*, another node, which keeps a copy of it.
-Both lie in memory. COMMIT, which needs all images and all copies, says that the snapshot counts. A rank that is kept in a
-snapshot is *bound* to its coordinator, which alone may end it, suspend it or take the next snapshot of it; until then it
-does not move. When all are bound, the snapshot before is dropped, and not earlier. When most nodes that keep the images know
-that, the driver reports the snapshot: from then on the job can be rolled back to it whichever node is lost. The last one is
-dropped when no node knows a rank of the job any more.
+ready, and Source.Send waits for it. Then the image is sent to the rank's *buddies*, one other node or several, which keep
+a copy of it each. All of them lie in memory. COMMIT, which needs all images and all copies, says that the snapshot counts.
+A rank that is kept in a snapshot is *bound* to its coordinator, which alone may end it, suspend it or take the next snapshot
+of it; until then it does not move. When all are bound, the snapshot before is dropped, and not earlier. When most *voters*
+know that, the driver reports the snapshot: from then on the job can be rolled back to it whichever node is lost. The voters
+are the nodes that keep the images and, if there are several copies, witnesses, which keep none. The last snapshot is dropped
+when no node knows a rank of the job any more.
 
 **Rollback.** Job.Rollback makes the coordinator of the last snapshot record that the incarnation that runs is over. The
 record has its outcome from the beginning, and that is the decision: from then on no process of that incarnation may run
@@ -89,9 +90,10 @@ image, and a target that holds a copy, ask the coordinator and wait as long as i
   preflight asks each home node. `migrator job drop` gives it up, and ends the home keepers that are left. After a rollback a
   rank is resumed without its home keeper: its node may be the one that is lost.
 - A coordinator's or store's node that never returns: the images of its ranks are lost, and the job cannot be resumed. After a
-  snapshot the loss of any one node leaves the images of all ranks. If it is the coordinator's, all ranks of the job end when
-  they have been cut off from it. Then an operator declares it dead: another node makes its record again from the images
-  (Job.Adopt), and all others obey that one instead (Job.Succeed), after they have asked the former one in vain.
+  snapshot the loss of as many nodes as there are copies leaves the images of all ranks. If the coordinator's is among them,
+  all ranks of the job end when they have been cut off from it. Then most voters agree on another node, or an operator
+  declares the lost ones dead: that node makes the record again from the images (Job.Adopt), and all others obey it instead
+  (Job.Succeed), after they have asked the former one in vain.
 - *During a snapshot*, any of them: the ranks go on, and the snapshot before it is kept.
 - *During a rollback*: before the record nothing has happened. After it, the coordinator's daemon continues, also after a
   restart. A driver that dies is replaced by the next `migrator job rollback`.

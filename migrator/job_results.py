@@ -24,6 +24,7 @@ class JobOptions:
     replayed_output: str = ""  # rollback: "suppress", "mark" or "pass"; empty: as `migrator run` was told
     changed_files: str = "restore"  # rollback: or "keep", "refuse"
     down_for_s: float = 0.0  # rollback: for how long the job has not run by now, if that is known
+    copies: int | None = None  # snapshot: of each image, on other nodes; None: as many as the cluster file says
     record: str = ""  # the id that the coordinator journals; empty: a new one
     uids: frozenset[str] = frozenset()  # suspend: the ranks that the job must have; empty: those that it has now
     confirm_s: float = 60.0  # how long the daemons have to carry out a COMMIT before it is reported as not confirmed
@@ -35,7 +36,7 @@ class RankPlace:
     uid: str
     node: str  # of its image, or where it runs
     came_from: str = ""  # resume: the node that had its image
-    copy: str = ""  # snapshot: the node with the copy of its image
+    copies: tuple[str, ...] = ()  # snapshot: the nodes with the copies of its image
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,14 @@ class JobResult:
             "coordinator": self.coordinator,
             "outcome": self.outcome.value,
             "ranks": [
-                {"rank": one.rank, "uid": one.uid, "node": one.node, "from": one.came_from, "copy": one.copy}
+                {
+                    "rank": one.rank,
+                    "uid": one.uid,
+                    "node": one.node,
+                    "from": one.came_from,
+                    "copy": one.copies[0] if one.copies else "",
+                    "copies": list(one.copies),
+                }
                 for one in self.ranks
             ],
             "seconds": round(self.seconds, 4),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from migrator import formatting, users
 from migrator.cli import arguments, output, protection
 from migrator.cli.interrupts import Interrupts
+from migrator.image_copies import nodes_of
 from migrator.job_protocol import JobVerdict
 from migrator.job_results import JobOptions, JobResult
 from migrator.progress_display import show_on
@@ -66,7 +67,7 @@ def add(verbs: arguments.Verbs) -> None:
         _snapshot,
         "take a consistent snapshot of all ranks, which go on",
         more="All ranks are stopped at one moment, and each goes on as soon as its image is complete. The images lie in the"
-        " memory of the ranks' nodes, and a copy of each on another node. The snapshot counts when all of that is done, and"
+        " memory of the ranks' nodes, and copies of each on other nodes. The snapshot counts when all of that is done, and"
         " replaces the one before. It is removed when the job ends.",
     )
     rolling = inner.add(
@@ -85,6 +86,7 @@ def add(verbs: arguments.Verbs) -> None:
         metavar="RANK=NODE",
         help="node for a rank; can be repeated",
     )
+    add_copies(snapshotting)
     add_replayed_output(rolling)
     add_changed_files(rolling)
     for one in (suspending, resuming, snapshotting, rolling):
@@ -112,6 +114,16 @@ def add(verbs: arguments.Verbs) -> None:
         named = "name of the job" if one is suspending else "name of the job, or the id of its record"
         one.add_argument("job", type=arguments.job, metavar="JOB", help=named)
         one.add_argument("--user", type=arguments.user, metavar="NAME|UID", help="user who has started it")
+
+
+def add_copies(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        protection.COPIES_OPTION,
+        type=arguments.count,
+        metavar="N",
+        help="number of other nodes that keep a copy of each rank's image: with N copies the images outlive the loss of N"
+        " nodes at once (default: snapshot_copies in the cluster file, else 1)",
+    )
 
 
 def add_replayed_output(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +167,8 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _snapshot(options: argparse.Namespace) -> int:
-    return _act(options, "snapshot", JobOptions(options.job, options.user, options.timeout, options.lease))
+    asked = JobOptions(options.job, options.user, options.timeout, options.lease, copies=options.copies)
+    return _act(options, "snapshot", asked)
 
 
 def _rollback(options: argparse.Namespace) -> int:
@@ -222,7 +235,7 @@ def _show(result: JobResult) -> None:
     print(f"{result.outcome} job {result.job}  {count}  {formatting.size(result.bytes)}  {took}")
     for one in result.ranks:
         moved = f"  (was on {one.came_from})" if one.came_from not in ("", one.node) else ""
-        copied = f", copy on {one.copy}" if one.copy else ""
+        copied = f", {'copies' if len(one.copies) > 1 else 'copy'} on {', '.join(one.copies)}" if one.copies else ""
         print(f"  rank {one.rank}: {formatting.plain(one.node)}{formatting.plain(moved)}{formatting.plain(copied)}")
     for file in result.changed_files:
         print(f"  rank {file.rank}: {formatting.plain(file.text)}")
@@ -298,7 +311,13 @@ def _to_json(entry: JobEntry, sizes: Sizes) -> dict[str, Any]:
         "rank_count": record.ranks or len(record.participants),
         "kind": record.kind or ("resumption" if record.suspension else "suspension"),
         "ranks": [
-            {"rank": part.rank, "uid": part.rank_uid, "node": part.node, "copy": part.copy_node}
+            {
+                "rank": part.rank,
+                "uid": part.rank_uid,
+                "node": part.node,
+                "copy": part.copy_node,
+                "copies": nodes_of(part),
+            }
             for part in record.participants
         ],
         "outcome": formatting.name_of(pb.OutcomeKind, record.outcome),
@@ -329,8 +348,7 @@ def _row(entry: JobEntry, sizes: Sizes) -> tuple[str, ...]:
 def _image_nodes(record: pb.JobRecord) -> Iterator[str]:
     for part in record.participants:
         yield part.image_node or part.node
-        if part.copy_node:
-            yield part.copy_node
+        yield from nodes_of(part)
 
 
 def _drop(options: argparse.Namespace) -> int:

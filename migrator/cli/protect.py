@@ -77,6 +77,7 @@ def add(verbs: arguments.Verbs) -> None:
         help="take no snapshot while this file exists: the job creates it while it initialises or evaluates"
         f" (default: ${UNLESS_FILE})",
     )
+    job.add_copies(parser)
     job.add_replayed_output(parser)
     job.add_changed_files(parser)
     parser.add_argument("--for-keeper", type=_keeper, help=argparse.SUPPRESS)  # from `migrator run --protect`
@@ -88,7 +89,10 @@ def _protect(options: argparse.Namespace) -> int:
 
     cluster = arguments.the_cluster(options)
     asked = JobOptions(
-        options.job, options.user, replayed_output=options.replayed_output, changed_files=options.changed_files
+        *(options.job, options.user),
+        replayed_output=options.replayed_output,
+        changed_files=options.changed_files,
+        copies=options.copies,
     )
     keeper, rank = options.for_keeper or (0, 0)
     say = _say_beside_rank if keeper else _say

@@ -25,8 +25,10 @@ REPLAYED_OPTION, REPLAYED_VARIABLE = "--replayed-output", "MIGRATOR_REPLAYED_OUT
 #: since: snapshotd/moves/changed_file.py.
 CHANGED = ("restore", "keep", "refuse")
 CHANGED_OPTION, CHANGED_VARIABLE = "--changed-files", "MIGRATOR_CHANGED_FILES"
+#: How many other nodes keep a copy of each rank's image: migrator/jobs/buddies.py.
+COPIES_OPTION, COPIES_VARIABLE = "--copies", "MIGRATOR_COPIES"
 OPTION = "--protect"  # its value may be left out
-VARIABLES = (VARIABLE, CLUSTER, REPLAYED_VARIABLE, CHANGED_VARIABLE)
+VARIABLES = (VARIABLE, CLUSTER, REPLAYED_VARIABLE, CHANGED_VARIABLE, COPIES_VARIABLE)
 OFF = "off"
 
 
@@ -41,19 +43,28 @@ class Wanted:
     every: str  # as on the command line
     cluster: tuple[str, ...] = ()  # the options that name it
     changed_files: str = CHANGED[0]
+    copies: str = ""  # as on the command line; empty: as the cluster file says
 
     @property
     def variables(self) -> dict[str, str]:
-        return {VARIABLE: self.every, CLUSTER: " ".join(self.cluster), CHANGED_VARIABLE: self.changed_files}
+        """For the workers of a launcher."""
+        return {
+            VARIABLE: self.every,
+            CLUSTER: " ".join(self.cluster),
+            CHANGED_VARIABLE: self.changed_files,
+            COPIES_VARIABLE: self.copies,
+        }
 
     @property
-    def of_files(self) -> list[str]:
-        return [CHANGED_OPTION, self.changed_files] if self.changed_files != CHANGED[0] else []
+    def more(self) -> list[str]:
+        """Options of `migrator run` that `migrator protect` has, too."""
+        files = [CHANGED_OPTION, self.changed_files] if self.changed_files != CHANGED[0] else []
+        return [*files, *((COPIES_OPTION, self.copies) if self.copies else ())]
 
     @property
     def options(self) -> list[str]:
         """For another `migrator run`."""
-        return [OPTION, self.every, *self.of_files, *self.cluster]
+        return [OPTION, self.every, *self.more, *self.cluster]
 
 
 def add_options(made: argparse.ArgumentParser) -> None:
@@ -80,12 +91,20 @@ def add_options(made: argparse.ArgumentParser) -> None:
         " them; leave what is there now; or do not resume the job"
         f" (default: ${CHANGED_VARIABLE}, else {CHANGED[0]})",
     )
+    made.add_argument(
+        COPIES_OPTION,
+        metavar="N",
+        help="with --protect: number of other nodes that keep a copy of each rank's image in its snapshots"
+        f" (default: ${COPIES_VARIABLE}, else snapshot_copies in the cluster file, else 1)",
+    )
 
 
 def chosen(options: argparse.Namespace, environment: dict[str, str], warn: Callable[[str], None]) -> Wanted | None:
     """How the job is to be protected. The rank itself does not get our variables: they are removed. Raises Invalid."""
     try:
-        found = wanted(options.protect, options.cluster, options.lab, environment, options.changed_files)
+        found = wanted(
+            *(options.protect, options.cluster, options.lab, environment, options.changed_files, options.copies)
+        )
     except ValueError as error:
         raise Invalid(str(error)) from None
     if not options.worker:
@@ -95,6 +114,8 @@ def chosen(options: argparse.Namespace, environment: dict[str, str], warn: Calla
         warn("a GPU rank without the library cannot be snapshotted; leave --no-shim out to protect one")
     if found is None and options.changed_files is not None:
         warn(f"{CHANGED_OPTION} has no effect without {OPTION}; give it to `migrator job rollback`")
+    if found is None and options.copies is not None:
+        warn(f"{COPIES_OPTION} has no effect without {OPTION}; give it to `migrator job snapshot`")
     return found
 
 
@@ -104,6 +125,7 @@ def wanted(
     lab: str | None,
     environment: Mapping[str, str],
     changed_files: str | None = None,
+    copies: str | None = None,
 ) -> Wanted | None:
     """None: the job is not protected. Raises ValueError."""
     asked = every if every is not None else environment.get(VARIABLE, "")
@@ -121,7 +143,16 @@ def wanted(
     changed = changed_files or environment.get(CHANGED_VARIABLE, "") or CHANGED[0]
     if changed not in CHANGED:
         raise ValueError(f"${CHANGED_VARIABLE}: {changed!r} is none of {', '.join(CHANGED)}")
-    return Wanted(asked, (option, value) if option else (), changed)
+    return Wanted(asked, (option, value) if option else (), changed, _copies(copies, environment))
+
+
+def _copies(asked: str | None, environment: Mapping[str, str]) -> str:
+    found = asked if asked is not None else environment.get(COPIES_VARIABLE, "")
+    if found and not (found.isascii() and found.isdigit() and len(found) < 10 and int(found) > 0):
+        raise ValueError(
+            f"{COPIES_OPTION if asked is not None else f'${COPIES_VARIABLE}'}: {found!r} is not a number above 0"
+        )
+    return found
 
 
 def replayed(asked: str | None, environment: Mapping[str, str]) -> str:
@@ -145,6 +176,6 @@ def argv(wanted: Wanted, rank: int, uid: str) -> Sequence[str]:
     job = uid.rsplit("-", 2)[0]
     return [
         *(sys.executable, "-P", "-m", "migrator.cli", "protect", job, "--user", str(os.getuid())),
-        *("--every", wanted.every, *wanted.of_files, "--for-keeper", f"{os.getpid()}:{rank}"),
+        *("--every", wanted.every, *wanted.more, "--for-keeper", f"{os.getpid()}:{rank}"),
         *wanted.cluster,
     ]

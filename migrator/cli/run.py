@@ -24,7 +24,10 @@ FAILED = 125
 KEEPER_SOCKET = "/run/snapshotd/keeper.sock"
 MAX_RANK = 1 << 24
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
-_WITH_VALUE = ("--job", "--rank", "--device-memory", "--replayed-output", "--changed-files", "--cluster", "--lab")
+_WITH_VALUE = (
+    *("--job", "--rank", "--device-memory", "--cluster", "--lab"),
+    *(protection.REPLAYED_OPTION, protection.CHANGED_OPTION, protection.COPIES_OPTION),
+)
 
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")
 
@@ -76,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="migrator run",
         usage="migrator run [--job NAME] [--rank N | --launcher] [--device-memory driver|offload]"
-        " [--protect [5m|auto]] [--replayed-output suppress|mark|pass] [--changed-files restore|keep|refuse]"
+        " [--protect [5m|auto]] [--copies N] [--replayed-output suppress|mark|pass] [--changed-files restore|keep|refuse]"
         " [--nccl-safe] [--no-shim] [--allow-unprotected] [--json] -- CMD …",
         description=SUMMARY,
         epilog=EXAMPLES,

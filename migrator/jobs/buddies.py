@@ -1,38 +1,74 @@
-"""Chooses the buddy of each rank: the node that keeps a copy of its snapshot. Pure.
+"""Chooses the buddies of each rank: the nodes that keep copies of its snapshot, and the nodes that only vote. Pure.
 
-A buddy is another node than the rank's, if possible in another rack. By default it is the next node of the job, in the order
-of the ranks, so that every node of a job keeps about as much as it has itself. A job on one node has a buddy outside of it.
+A buddy is another node than the rank's, and every copy has a node of its own. Of the nodes that answer, those come first that
+are in another rack than the image and the copies before. Else they are the next nodes of the job, in the order of the ranks,
+so that every node of a job keeps about as much as the others; then nodes outside of the job, one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from snapshotd.api.errors import Refused, Where
 
+Labels = Mapping[str, Mapping[str, str]]
+
 
 def choose(
-    of_ranks: Sequence[str], usable: Sequence[str], labels: Mapping[str, Mapping[str, str]] | None = None
-) -> list[str]:
-    """The buddies of the ranks, whose nodes are `of_ranks`. `usable`: all nodes that answer. Raises Refused if there is only
-    one node."""
+    of_ranks: Sequence[str], usable: Sequence[str], labels: Labels | None = None, copies: int = 1
+) -> list[list[str]]:
+    """The buddies of the ranks, whose nodes are `of_ranks`, for so many copies. `usable`: all nodes that answer. Raises
+    Refused if they are too few."""
     ring = list(dict.fromkeys(of_ranks))
     others = [node for node in usable if node not in ring]
-    return [_next(node, ring, others, labels or {}) for node in of_ranks]
+    if len(ring) + len(others) <= copies:
+        raise _too_few(sorted({*ring, *others}), copies)
+    found = {node: _of_node(node, ring, others, labels or {}, copies) for node in ring}
+    return [found[node] for node in of_ranks]
 
 
-def _next(node: str, ring: Sequence[str], others: Sequence[str], labels: Mapping[str, Mapping[str, str]]) -> str:
+def _of_node(node: str, ring: Sequence[str], others: Sequence[str], labels: Labels, copies: int) -> list[str]:
     place = ring.index(node)
-    candidates = [*ring[place + 1 :], *ring[:place], *others]
-    if not candidates:
-        raise Refused(
-            f"{node} is the only node that answers: a snapshot must also lie on another one",
-            remedy="add a node to the cluster (`migrator cluster add`), or start the daemons of the others",
-            where=Where.UNTOUCHED,
-        )
+    turn = place % len(others) if others else 0  # each node of the job begins with another one
+    candidates = [*ring[place + 1 :], *ring[:place], *others[turn:], *others[:turn]]
+    chosen = [node]
+    for _ in range(copies):
+        best = max(candidates, key=lambda one: sum(_apart(one, other, labels) for other in chosen))  # the first of them
+        candidates.remove(best)
+        chosen.append(best)
+    return chosen[1:]
 
-    def rack(of: str) -> str:
-        return labels.get(of, {}).get("rack", "")
 
-    apart = [other for other in candidates if rack(node) and rack(other) and rack(other) != rack(node)]
-    return (apart or candidates)[0]
+def _apart(one: str, other: str, labels: Labels) -> bool:
+    """Whether two nodes are known to be in different racks."""
+    racks = [labels.get(node, {}).get("rack", "") for node in (one, other)]
+    return all(racks) and racks[0] != racks[1]
+
+
+def _too_few(answering: Sequence[str], copies: int) -> Refused:
+    remedy = "add a node to the cluster (`migrator cluster add`), or start the daemons of the others"
+    if copies == 1:
+        text = f"{answering[0]} is the only node that answers: a snapshot must also lie on another one"
+        return Refused(text, remedy=remedy, where=Where.UNTOUCHED)
+    most = len(answering) - 1
+    return Refused(
+        f"{copies} copies of each rank's image, on other nodes than the image, need {copies + 1} nodes, and"
+        f" {len(answering)} answer{'s' if most == 0 else ''}: {', '.join(answering)}"
+        + (f". --copies {most} is possible now" if most else ""),
+        remedy=remedy,
+        where=Where.UNTOUCHED,
+    )
+
+
+def witnesses(keepers: Collection[str], usable: Sequence[str], copies: int) -> list[str]:
+    """Nodes that keep no image, and have a vote on which node coordinates the job. With them a majority is left when as many
+    nodes are lost as there are copies, if the cluster has nodes enough. With one copy only the nodes that keep images vote:
+    if these are two, an operator decides. A witness that would make the number of voters even is left out: it would not let
+    them bear one loss more."""
+    if copies == 1:
+        return []
+    others = [node for node in usable if node not in keepers]
+    count = min(len(others), max(0, 2 * copies + 1 - len(keepers)))
+    if count and (len(keepers) + count) % 2 == 0:
+        count -= 1
+    return others[:count]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 
 from migrator.cluster import Cluster
 from migrator.driver.peers import node_addresses, node_infos
 from migrator.find_rank import find_node
+from migrator.image_copies import copies_of
 from migrator.job_protocol import RESUME, UNDO_RESUME, JobVerdict
 from migrator.job_results import ChangedFile, JobOptions, RankPlace
 from migrator.jobs import connections, homes
@@ -85,20 +87,22 @@ class Resumption(JobRun):
         return [RankPlace(part.rank, part.rank_uid, part.node, part.image_node) for part in self.participants]
 
     async def read_images(self, timeout_s: float) -> None:
-        self.nodes = await node_addresses(self.cluster, await node_infos(self.cluster))
-
-        copies = {part.rank_uid: part for part in self.suspended.participants if part.copy}
+        """Of a job that was rolled back, each rank has the image or one of its copies."""
+        infos = await node_infos(self.cluster)
+        self.nodes = await node_addresses(self.cluster, infos)
+        copies = {part.rank_uid: copies_of(part) for part in self.suspended.participants}
 
         async def ask(part: pb.Participant) -> None:
-            try:
-                await read(part)
-            except SnapshotError:
-                if (known := copies.get(part.rank_uid)) is None:
-                    raise
-                part.image, part.image_node, part.image_endpoint = known.copy, known.copy_node, known.copy_endpoint
-                await read(part)
+            own = pb.ImageCopy(move=part.image, node=part.image_node, endpoint=part.image_endpoint)
+            *others, last = sorted([own, *copies[part.rank_uid]], key=lambda one: one.node not in infos)
+            for one in others:
+                with contextlib.suppress(SnapshotError):
+                    await read(part, one)
+                    return
+            await read(part, last)
 
-        async def read(part: pb.Participant) -> None:
+        async def read(part: pb.Participant, place: pb.ImageCopy) -> None:
+            part.image, part.image_node, part.image_endpoint = place.move, place.node, place.endpoint
             client = await self.client(part.image_node)
             found = await client.source.GetImage(pb.MoveRequest(move=part.image), timeout_s=timeout_s)
             self.must_be(part, part.image_node, found.facts.rank)

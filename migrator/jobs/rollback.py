@@ -16,6 +16,7 @@ from migrator import asked_rank
 from migrator.cluster import Cluster
 from migrator.driver.peers import node_addresses, node_infos
 from migrator.find_rank import find_node
+from migrator.image_copies import copies_of, nodes_of
 from migrator.job_protocol import JobVerdict
 from migrator.job_results import JobOptions, JobResult
 from migrator.jobs import homes
@@ -120,13 +121,13 @@ def _of_one_job(snapshots: Sequence[JobEntry], job: str) -> JobEntry:
 
 
 async def _places(cluster: Cluster, record: pb.JobRecord, usable: Sequence[str]) -> dict[int, Place]:
-    """Where the image of each rank is: on its own node, or on its buddy. Raises NotFound if one is nowhere, and Refused if a
-    node reports about another rank, and the other node does not have the image."""
+    """Where the image of each rank is: on its own node, or on a buddy. Raises NotFound if one is nowhere, and Refused if a
+    node reports about another rank, and no other node has the image."""
     found: dict[int, Place] = {}
     wrong: dict[int, Refused] = {}
 
     async def ask(part: pb.Participant) -> None:
-        for image, node in ((part.move, part.node), (part.copy, part.copy_node)):
+        for image, node in ((part.move, part.node), *((copy.move, copy.node) for copy in copies_of(part))):
             if node in usable:
                 with contextlib.suppress(SnapshotError):
                     async with cluster.client(node) as client:
@@ -146,7 +147,7 @@ async def _places(cluster: Cluster, record: pb.JobRecord, usable: Sequence[str])
         if part.rank in wrong:
             raise wrong[part.rank]
         raise NotFound(
-            f"the image of rank {part.rank} is neither on {part.node} nor on {part.copy_node}, its buddy",
+            f"none of the nodes that kept the image of rank {part.rank} has it: {', '.join([part.node, *nodes_of(part)])}",
             remedy="if one of these nodes is only down, start it and retry; otherwise the job cannot be rolled back",
         )
     return found

@@ -9,14 +9,15 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from migrator.cluster import Cluster
 from migrator.find_rank import Found
+from migrator.image_copies import copies_of, nodes_of, set_copies
 from migrator.job_protocol import SNAPSHOT, UNDO_SNAPSHOT, JobVerdict
 from migrator.job_results import JobOptions, RankPlace
-from migrator.jobs.buddies import choose
+from migrator.jobs.buddies import choose, witnesses
 from migrator.jobs.suspend import Suspension
 from migrator.jobs.walk import each, new_id
 from migrator.results import Event
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import SnapshotError, Undone, Where
+from snapshotd.api.errors import Full, SnapshotError, Undone, Where
 
 #: How long the confirmation is waited for before all nodes are asked again.
 CONFIRMED_S = 5.0
@@ -55,37 +56,68 @@ class Snapshot(Suspension):
         }
 
     def places(self) -> list[RankPlace]:
-        return [RankPlace(part.rank, part.rank_uid, part.node, copy=part.copy_node) for part in self.participants]
+        return [
+            RankPlace(part.rank, part.rank_uid, part.node, copies=tuple(nodes_of(part))) for part in self.participants
+        ]
 
     @property
     def copied_bytes(self) -> int:
-        return sum(self.bytes[part.copy][0] for part in self.participants if part.copy in self.bytes)
+        return sum(self.bytes[copy.move][0] for _, copy in self.copies if copy.move in self.bytes)
+
+    @property
+    def copies(self) -> list[tuple[pb.Participant, pb.ImageCopy]]:
+        """All copies of all ranks."""
+        return [(part, copy) for part in self.participants for copy in copies_of(part)]
 
     def inspected(self, part: pb.Participant, reply: pb.InspectReply) -> None:
         self.facts[part.rank_uid] = reply.facts
 
     async def inspect(self, timeout_s: float) -> None:
         await super().inspect(timeout_s)
-        chosen = choose([part.node for part in self.participants], sorted(self.answering), self.cluster.labels)
-        for part, buddy, incarnation in zip(self.participants, chosen, self.incarnations, strict=True):
-            part.copy, part.copy_node, part.copy_endpoint = new_id(), buddy, self.cluster.nodes[buddy]
+        count = self.options.copies or self.cluster.snapshot_copies
+        usable = sorted(self.answering)
+        chosen = choose([part.node for part in self.participants], usable, self.cluster.labels, count)
+        for part, buddies, incarnation in zip(self.participants, chosen, self.incarnations, strict=True):
+            places = [(one, self.cluster.nodes[one]) for one in buddies]
+            set_copies(part, [pb.ImageCopy(move=new_id(), node=node, endpoint=endpoint) for node, endpoint in places])
             part.incarnation = incarnation
+        keepers = {
+            self.coordinator,
+            *(part.node for part in self.participants),
+            *(copy.node for _, copy in self.copies),
+        }
+        self.witnesses = witnesses(keepers, usable, count)
 
     async def prepare(self, timeout_s: float) -> None:
         """Room on the buddies is reserved while the job runs: if there is none, nothing is paused."""
 
-        async def ask(part: pb.Participant) -> None:
+        async def ask(one: tuple[pb.Participant, pb.ImageCopy]) -> None:
+            part, copy = one
             request = pb.PrepareRequest(
-                move=part.copy,
+                move=copy.move,
                 facts=self.facts[part.rank_uid],
                 source_endpoint=part.endpoint,
                 coordinator=self.coordinates,
                 keep=True,
             )
-            client = await self.client(part.copy_node)
-            self.prepared[part.copy] = await client.target.Prepare(request, timeout_s=timeout_s)
+            client = await self.client(copy.node)
+            try:
+                self.prepared[copy.move] = await client.target.Prepare(request, timeout_s=timeout_s)
+            except Full as error:
+                raise self._full(copy.node, error) from error
 
-        await each(self.participants, ask)
+        await each(self.copies, ask)
+
+    def _full(self, node: str, error: Full) -> Full:
+        ranks = [str(part.rank) for part, copy in self.copies if copy.node == node]
+        count = len(copies_of(self.participants[0]))
+        each_has = f"of {count} for each rank, " if count > 1 else ""
+        return Full(
+            f"{node} is to keep {len(ranks)} of the copies ({each_has}here of rank {', '.join(ranks)}), beside those of the"
+            f" snapshot before: {error.message}",
+            remedy="free memory on that node, or add nodes" + (", or ask for fewer --copies" if count > 1 else ""),
+            where=Where.UNTOUCHED,
+        )
 
     async def freeze(self, timeout_s: float) -> None:
         self.frozen_s = self.frozen_s or time.monotonic()
@@ -108,29 +140,33 @@ class Snapshot(Suspension):
             self.pause_s = time.monotonic() - self.frozen_s
 
     async def send(self, timeout_s: float) -> None:
-        async def ask(part: pb.Participant) -> None:
+        """All copies of a rank at once: the snapshot counts when the last one is there."""
+
+        async def ask(one: tuple[pb.Participant, pb.ImageCopy]) -> None:
+            part, copy = one
             request = pb.SendRequest(
                 image=part.move,
-                move=part.copy,
-                target_node=part.copy_node,
-                target_endpoint=part.copy_endpoint,
-                nonce=self.prepared[part.copy].nonce,
-                offer_blocks=self.prepared[part.copy].finds_blocks,
+                move=copy.move,
+                target_node=copy.node,
+                target_endpoint=copy.endpoint,
+                nonce=self.prepared[copy.move].nonce,
+                offer_blocks=self.prepared[copy.move].finds_blocks,
             )
             async for progress in (await self.client(part.node)).source.Send(request, timeout_s=timeout_s):
-                self.sent("copy", part.copy, progress)
+                self.sent("copy", copy.move, progress)
                 self.add_parts(progress.parts)
 
-        await each(self.participants, ask)
+        await each(self.copies, ask)
 
     async def keep(self, timeout_s: float) -> None:
-        async def ask(part: pb.Participant) -> None:
-            client = await self.client(part.copy_node)
-            reply = await client.target.Activate(pb.TokenRequest(move=part.copy), timeout_s=timeout_s, retry=True)
+        async def ask(one: tuple[pb.Participant, pb.ImageCopy]) -> None:
+            part, copy = one
+            client = await self.client(copy.node)
+            reply = await client.target.Activate(pb.TokenRequest(move=copy.move), timeout_s=timeout_s, retry=True)
             if not reply.running:
-                raise Undone(f"the copy of rank {part.rank} on {part.copy_node} is not kept yet")
+                raise Undone(f"the copy of rank {part.rank} on {copy.node} is not kept yet")
 
-        await each(self.participants, ask)
+        await each(self.copies, ask)
 
     async def confirm(self, timeout_s: float) -> None:
         """A snapshot counts for its user only when the job can be rolled back to it: all ranks are bound to its coordinator,
@@ -146,9 +182,10 @@ class Snapshot(Suspension):
         return await client.job.GetOutcome(pb.MoveRequest(move=self.record), timeout_s=CONFIRMED_S)
 
     async def discard(self, timeout_s: float) -> None:
-        async def ask(part: pb.Participant) -> None:
+        async def ask(one: tuple[pb.Participant, pb.ImageCopy]) -> None:
+            _, copy = one
             with contextlib.suppress(SnapshotError):  # a daemon that does not answer now asks the coordinator later
-                client = await self.client(part.copy_node)
-                await client.target.Discard(pb.TokenRequest(move=part.copy), timeout_s=timeout_s)
+                client = await self.client(copy.node)
+                await client.target.Discard(pb.TokenRequest(move=copy.move), timeout_s=timeout_s)
 
-        await each(self.participants, ask)
+        await each(self.copies, ask)

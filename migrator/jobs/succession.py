@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from migrator.cluster import Cluster
 from migrator.driver.peers import node_addresses, node_infos
 from migrator.fan_out import ASK_TIMEOUT_S, ask_all
+from migrator.image_copies import copies_of, set_copies
 from migrator.job_results import JobOptions
 from migrator.jobs.finding import JobEntry
 from snapshotd.api import snapshotd_pb2 as pb
@@ -84,7 +85,7 @@ def newest_whole(images: Sequence[Kept]) -> list[Kept]:
 
 
 def participants(images: Sequence[Kept], endpoints: Mapping[str, str]) -> list[pb.Participant]:
-    """The ranks of a snapshot. Where only one of a rank's images is left, that is the one."""
+    """The ranks of a snapshot, with what is left of their images and copies. The first of them counts as the image."""
     found: dict[int, pb.Participant] = {}
     for node, image in sorted(images, key=lambda one: one[1].is_copy):
         part = found.get(image.rank)
@@ -105,7 +106,8 @@ def participants(images: Sequence[Kept], endpoints: Mapping[str, str]) -> list[p
                 where=Where.UNTOUCHED,
             )
         else:
-            part.copy, part.copy_node, part.copy_endpoint = image.image, node, endpoints[node]
+            copy = pb.ImageCopy(move=image.image, node=node, endpoint=endpoints[node])
+            set_copies(part, [*copies_of(part), copy])
     return [found[rank] for rank in sorted(found)]
 
 

@@ -45,6 +45,7 @@ class JobRun(ABC):
         self.coordinator = ""  # node
         self.participants: list[pb.Participant] = []
         self.nodes: list[pb.NodeAddresses] = []
+        self.witnesses: list[str] = []  # of a snapshot: nodes that keep none of it, and have a vote
         self.nccl = False  # ranks are in NCCL communicators
         self.pause_s = 0.0  # of a snapshot: from the cut until all ranks went on
         self.reached = 0
@@ -98,6 +99,7 @@ class JobRun(ABC):
             snapshot=self.takes_snapshot,
             nccl=self.nccl,
             nodes=self.nodes if self.takes_snapshot else (),
+            witnesses=self.witnesses,
         )
         await (await self.client(self.coordinator)).job.Begin(request, timeout_s=timeout_s)
 

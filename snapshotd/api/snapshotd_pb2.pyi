@@ -3364,6 +3364,7 @@ class Participant(_message.Message):
     COPY_ENDPOINT_FIELD_NUMBER: _builtins.int
     HOME_NODE_FIELD_NUMBER: _builtins.int
     HOME_ENDPOINT_FIELD_NUMBER: _builtins.int
+    MORE_COPIES_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
     rank: _builtins.int
     move: _builtins.str
@@ -3378,13 +3379,17 @@ class Participant(_message.Message):
     incarnation: _builtins.str
     """of a snapshot: that of the rank's process"""
     copy: _builtins.str
-    """of a snapshot: the move by which the rank's buddy keeps a copy of its image"""
+    """of a snapshot: the move by which the rank's first buddy keeps a copy of its image"""
     copy_node: _builtins.str
-    """… the buddy"""
+    """… that buddy"""
     copy_endpoint: _builtins.str
     home_node: _builtins.str
     """of a resumption: the node of its home keeper"""
     home_endpoint: _builtins.str
+    @_builtins.property
+    def more_copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageCopy]:
+        """of a snapshot: those of further buddies. A coordinator that does not know this field names none of them, so their nodes refuse them"""
+
     def __init__(
         self,
         *,
@@ -3402,14 +3407,42 @@ class Participant(_message.Message):
         copy_endpoint: _builtins.str = ...,
         home_node: _builtins.str = ...,
         home_endpoint: _builtins.str = ...,
+        more_copies: _abc.Iterable[Global___ImageCopy] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "copy_endpoint", b"copy_endpoint", "copy_node", b"copy_node", "endpoint", b"endpoint", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "image", b"image", "image_endpoint", b"image_endpoint", "image_node", b"image_node", "incarnation", b"incarnation", "move", b"move", "node", b"node", "rank", b"rank", "rank_uid", b"rank_uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "copy_endpoint", b"copy_endpoint", "copy_node", b"copy_node", "endpoint", b"endpoint", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "image", b"image", "image_endpoint", b"image_endpoint", "image_node", b"image_node", "incarnation", b"incarnation", "more_copies", b"more_copies", "move", b"move", "node", b"node", "rank", b"rank", "rank_uid", b"rank_uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Participant: _TypeAlias = Participant  # noqa: Y015
+
+@_typing.final
+class ImageCopy(_message.Message):
+    """A copy of a rank's image, on the node of a buddy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    move: _builtins.str
+    node: _builtins.str
+    endpoint: _builtins.str
+    def __init__(
+        self,
+        *,
+        move: _builtins.str = ...,
+        node: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "move", b"move", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageCopy: _TypeAlias = ImageCopy  # noqa: Y015
 
 @_typing.final
 class BeginJobRequest(_message.Message):
@@ -3424,6 +3457,7 @@ class BeginJobRequest(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     NCCL_FIELD_NUMBER: _builtins.int
+    WITNESSES_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -3441,6 +3475,10 @@ class BeginJobRequest(_message.Message):
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
         """… all nodes of the cluster"""
 
+    @_builtins.property
+    def witnesses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of a snapshot: nodes that keep none of its images, and whose promises count all the same"""
+
     def __init__(
         self,
         *,
@@ -3453,10 +3491,11 @@ class BeginJobRequest(_message.Message):
         snapshot: _builtins.bool = ...,
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
         nccl: _builtins.bool = ...,
+        witnesses: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "lease_s", b"lease_s", "nccl", b"nccl", "nodes", b"nodes", "participants", b"participants", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "lease_s", b"lease_s", "nccl", b"nccl", "nodes", b"nodes", "participants", b"participants", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "witnesses", b"witnesses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -154,6 +154,14 @@ class SocketOptions(msgspec.Struct, frozen=True):
     reuse_address: list[int] = []  # inodes of connections with SO_REUSEADDR, which a criu that is killed resets
 
 
+class ImageCopy(msgspec.Struct, frozen=True):
+    """A copy of a rank's image, on the node of a buddy."""
+
+    move: str
+    node: str
+    endpoint: str
+
+
 class JobPart(msgspec.Struct, frozen=True):
     """One rank of a job that is suspended or resumed."""
 
@@ -166,18 +174,28 @@ class JobPart(msgspec.Struct, frozen=True):
     image_node: str = ""
     image_endpoint: str = ""
     incarnation: str = ""  # of a snapshot: that of the rank's process
-    copy: str = ""  # of a snapshot: the buddy's copy of the image
+    copy: str = ""  # of a snapshot: the first buddy's copy of the image
     copy_node: str = ""
     copy_endpoint: str = ""
     home_node: str = ""  # of a resumption: the node of its home keeper
     home_endpoint: str = ""
+    more_copies: tuple[ImageCopy, ...] = ()  # of a snapshot: those of further buddies
 
     @classmethod
     def of(cls, part: pb.Participant) -> JobPart:
-        return cls(**{name: getattr(part, name) for name in cls.__struct_fields__})
+        more = tuple(ImageCopy(one.move, one.node, one.endpoint) for one in part.more_copies)
+        names = [name for name in cls.__struct_fields__ if name != "more_copies"]
+        return cls(**{name: getattr(part, name) for name in names}, more_copies=more)
 
     def to_proto(self) -> pb.Participant:
-        return pb.Participant(**msgspec.structs.asdict(self))
+        more = [pb.ImageCopy(**msgspec.structs.asdict(one)) for one in self.more_copies]
+        return pb.Participant(**{**msgspec.structs.asdict(self), "more_copies": more})
+
+    @property
+    def copies(self) -> tuple[ImageCopy, ...]:
+        """All copies of the image, that of the first buddy first."""
+        first = ImageCopy(self.copy, self.copy_node, self.copy_endpoint)
+        return (first, *self.more_copies) if self.copy else self.more_copies
 
 
 class PeerSocket(msgspec.Struct, frozen=True):

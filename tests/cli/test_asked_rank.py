@@ -20,7 +20,7 @@ from migrator.jobs.rollback import _places
 from migrator.jobs.snapshot import Snapshot
 from migrator.jobs.suspend import Suspension
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Ambiguous, Refused, SnapshotError, Unreachable
+from snapshotd.api.errors import Ambiguous, NotFound, Refused, SnapshotError, Unreachable
 
 HERE = pb.Rank.HERE
 RANKS = [pb.Rank(uid=f"night-{number}", job="night", rank=number, user_id=7, place=HERE) for number in (0, 1)]
@@ -130,6 +130,26 @@ async def test_rollback_uses_the_copy_if_the_node_of_the_image_reports_another_r
     cluster = Cluster(node_1=RANKS[0], node_2=wrong)
     with pytest.raises(Refused, match="node-2 was asked about rank 1 of job night"):
         await _places(cluster, record(), list(cluster.nodes))
+
+
+async def test_whichever_copy_answers_is_used() -> None:
+    known = record()
+    known.participants[1].more_copies.add(move="m-17", node="node-1", endpoint="e")
+    cluster: Any = Cluster(node_1=RANKS[1])
+    places = await _places(
+        cluster, pb.JobRecord(job="night", user_id=7, participants=[known.participants[1]]), ["node-1"]
+    )
+    assert {rank: place.node for rank, place in places.items()} == {1: "node-1"}
+    del known.participants[0]
+    run = Resumption(cluster, JobOptions("night"), "node-1", known, lambda event: None)
+    await run.read_images(1.0)
+    (part,) = run.participants
+    assert (part.image, part.image_node) == ("m-17", "node-1")
+    await run.close()
+    with pytest.raises(
+        NotFound, match="none of the nodes that kept the image of rank 1 has it: node-2, node-3, node-1"
+    ):
+        await _places(cluster, known, [])
 
 
 async def test_rank_that_two_nodes_claim_is_not_chosen_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,11 @@ def test_unreadable_file_is_an_error_and_not_skipped(places: Places) -> None:
         Cluster.load(places=places)
 
 
+def test_number_of_copies_is_that_of_the_file(tmp_path: Path) -> None:
+    assert Cluster.load(write_cluster(tmp_path / "cluster.toml", "")).snapshot_copies == 1
+    assert Cluster.load(write_cluster(tmp_path / "cluster.toml", "snapshot_copies = 2")).snapshot_copies == 2
+
+
 # ---------------------------------------------------------------- invalid files
 
 
@@ -129,6 +134,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     path.write_text("""
         netns = "relative"
         netns_inode = true
+        snapshot_copies = 0
         color = "red"
         [tls]
         ca = "nowhere.crt"
@@ -150,6 +156,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     for problem in (
         "netns: 'relative' is not an absolute path",
         "netns_inode: must be a whole number, not True",
+        "snapshot_copies: must be a whole number above 0, not 0",
         "color: unknown key",
         f"tls.ca: {tmp_path}/nowhere.crt cannot be read",
         "tls.cert: must be the path of a PEM file, not 7",
@@ -163,7 +170,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         'nodes.node-3.endpoint: must be "host:port" or "unix:/path", not 7070',
     ):
         assert problem in text
-    assert text.count("\n") == 13
+    assert text.count("\n") == 14
 
 
 @pytest.mark.parametrize(

@@ -2,29 +2,83 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from migrator.jobs import buddies
 from migrator.jobs.rollback import Place, targets
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Refused
+from snapshotd.moves import job_rules
 
 
 def test_buddies_are_a_ring() -> None:
-    assert buddies.choose(["a", "b", "c"], ["a", "b", "c", "d"]) == ["b", "c", "a"]
-    assert buddies.choose(["a", "a", "b"], ["a", "b"]) == ["b", "b", "a"], "never the rank's own node"
+    assert buddies.choose(["a", "b", "c"], ["a", "b", "c", "d"]) == [["b"], ["c"], ["a"]]
+    assert buddies.choose(["a", "a", "b"], ["a", "b"]) == [["b"], ["b"], ["a"]], "never the rank's own node"
 
 
 def test_job_on_one_node_has_a_buddy_outside() -> None:
-    assert buddies.choose(["a", "a"], ["a", "b"]) == ["b", "b"]
+    assert buddies.choose(["a", "a"], ["a", "b"]) == [["b"], ["b"]]
     with pytest.raises(Refused, match="only node"):
         buddies.choose(["a"], ["a"])
 
 
 def test_buddy_is_in_another_rack_if_there_is_one() -> None:
     racks = {"a": {"rack": "1"}, "b": {"rack": "1"}, "c": {"rack": "2"}}
-    assert buddies.choose(["a", "b", "c"], ["a", "b", "c"], racks) == ["c", "c", "a"]
-    assert buddies.choose(["a", "b"], ["a", "b"], racks) == ["b", "a"], "there is no other"
+    assert buddies.choose(["a", "b", "c"], ["a", "b", "c"], racks) == [["c"], ["c"], ["a"]]
+    assert buddies.choose(["a", "b"], ["a", "b"], racks) == [["b"], ["a"]], "there is no other"
+
+
+def test_two_copies_are_the_next_two_of_the_ring_and_then_nodes_outside() -> None:
+    assert buddies.choose(["a", "b", "c"], ["a", "b", "c", "d"], copies=2) == [["b", "c"], ["c", "a"], ["a", "b"]]
+    outside = buddies.choose(["a", "b"], ["a", "b", "x", "y"], copies=2)
+    assert outside == [["b", "x"], ["a", "y"]], "each node of the job begins with another one outside of it"
+    assert buddies.choose(["a", "a"], ["a", "b", "c", "d"], copies=3) == [["b", "c", "d"]] * 2
+
+
+def test_copies_are_in_as_many_racks_as_there_are() -> None:
+    racks = {node: {"rack": rack} for node, rack in zip("abcdef", "112233", strict=True)}
+    chosen = buddies.choose(list("abcdef"), list("abcdef"), racks, copies=2)
+    assert chosen[0] == ["c", "e"]
+    for node, mine in zip("abcdef", chosen, strict=True):
+        assert {racks[one]["rack"] for one in (node, *mine)} == {"1", "2", "3"}
+    two = {node: {"rack": rack} for node, rack in zip("abc", "112", strict=True)}
+    assert buddies.choose(["a"], list("abc"), two, copies=2) == [["c", "b"]], "the copy in another rack comes first"
+    del racks["d"], racks["f"]
+    assert buddies.choose(["a"], list("abcdef"), racks, copies=2) == [["c", "e"]], "not where the rack is not known"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "copies", "said"),
+    [
+        ("ab", 2, "need 3 nodes, and 2 answer: a, b. --copies 1 is possible now"),
+        ("abc", 5, "need 6 nodes, and 3 answer: a, b, c. --copies 2 is possible now"),
+        ("a", 2, "need 3 nodes, and 1 answers: a"),
+    ],
+)
+def test_too_few_nodes_are_refused_with_the_arithmetic(nodes: str, copies: int, said: str) -> None:
+    with pytest.raises(Refused) as refused:
+        buddies.choose(["a", "a"], list(nodes), copies=copies)
+    assert refused.value.message.endswith(said)
+    assert "migrator cluster add" in refused.value.advice
+    assert len(buddies.choose(["a"], list("abcdef")[: copies + 1], copies=copies)[0]) == copies
+
+
+def test_witnesses_leave_a_majority_when_as_many_nodes_are_lost_as_there_are_copies() -> None:
+    nodes = list("abcdefgh")
+    for copies in (2, 3):
+        for keepers in range(copies + 1, len(nodes) + 1):
+            voters = {*nodes[:keepers], *buddies.witnesses(nodes[:keepers], nodes, copies)}
+            for lost in itertools.combinations(sorted(voters), copies):
+                assert job_rules.is_majority(voters, voters - set(lost)), (copies, keepers)
+
+
+def test_witnesses_that_do_not_help_are_not_asked() -> None:
+    assert buddies.witnesses("ab", list("abcde"), 1) == [], "with one copy the nodes that keep images decide alone"
+    assert buddies.witnesses("abc", list("abcd"), 2) == [], "four bear the loss of one, as three do"
+    assert buddies.witnesses("abcd", list("abcde"), 2) == ["e"]
+    assert buddies.witnesses("abcdef", list("abcdefgh"), 2) == []
 
 
 def record() -> pb.JobRecord:

@@ -138,6 +138,37 @@ def test_what_happens_to_changed_files_is_passed_on_to_the_protection(
     assert migrator("run", "--protect", "5m", "--changed-files", "burn", "--", "cmd").code == run.FAILED
 
 
+def test_number_of_copies_is_passed_on_to_the_protection(
+    kept: Kept, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*options: str) -> list[str]:
+        assert migrator("run", "--protect", "5m", *options, "cmd", "--").code != run.FAILED
+        assert kept.asked[-1][0] == ["cmd", "--"]
+        assert kept.companion is not None
+        made = list(kept.companion("cmd-0-0a0b0c0d"))
+        return made[made.index("--every") + 2 : made.index("--for-keeper")]
+
+    assert asked() == [], "as the cluster file says"
+    assert asked("--copies", "2") == ["--copies", "2"]
+    monkeypatch.setenv("MIGRATOR_COPIES", "3")
+    assert asked() == ["--copies", "3"]
+    assert asked("--copies", "1") == ["--copies", "1"], "also if the cluster file says more"
+    both = protection.Wanted("5m", (), "keep", "2")
+    assert both.options == ["--protect", "5m", "--changed-files", "keep", "--copies", "2"]
+    assert protection.wanted(None, None, None, both.variables) == both
+    refused = migrator("run", "--protect", "5m", "--copies", "0", "--", "cmd")
+    assert (refused.code, "--copies: '0' is not a number above 0" in refused.err) == (run.FAILED, True)
+    monkeypatch.setenv("MIGRATOR_COPIES", "two")
+    assert "$MIGRATOR_COPIES: 'two'" in migrator("run", "--protect", "5m", "--", "cmd").err
+
+
+def test_copies_without_protection_are_a_warning(kept: Kept, migrator: Migrator) -> None:
+    said = migrator("run", "--copies", "2", "--", "cmd")
+    assert said.code == 7
+    assert "--copies has no effect without --protect" in said.err
+    assert kept.companion is None
+
+
 def test_replayed_output_is_that_of_the_option_or_the_launcher(
     kept: Kept, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

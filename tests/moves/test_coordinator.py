@@ -88,7 +88,7 @@ class Daemon:
 
 
 def part(rank: int, move: int, image: int = 0) -> pb.Participant:
-    here = {"node": f"node-{rank + 1}", "endpoint": "e", "image_node": "node-1", "image_endpoint": "e"}
+    here: dict[str, Any] = {"node": f"node-{rank + 1}", "endpoint": "e", "image_node": "node-1", "image_endpoint": "e"}
     stored = f"m-{image:012x}" if image else ""
     return pb.Participant(rank_uid=f"train-{rank}", rank=rank, move=f"m-{move:012x}", image=stored, **here)
 

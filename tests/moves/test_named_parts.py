@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
@@ -15,7 +16,7 @@ from snapshotd.api.errors import Refused
 from snapshotd.moves.jobs import listing, replicas
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.record import Begin
-from snapshotd.moves.record_parts import JobPart
+from snapshotd.moves.record_parts import ImageCopy, JobPart
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.target import copies
 from snapshotd.transport.image.store import ImageStore
@@ -85,6 +86,32 @@ async def test_copy_under_the_name_of_another_rank_is_refused(tmp_path: Path, cl
         await buddy.prepare(**claimed)
     assert not buddy.journal.all()
     assert not buddy.store.moves()
+
+
+async def test_second_copy_is_named_as_well_and_on_its_own_node_only(tmp_path: Path) -> None:
+    buddy = Buddy(tmp_path)
+    first = {"copy": VICTIM, "copy_node": "node-5", "copy_endpoint": "e"}
+    part = msgspec.structs.replace(PART, **first, more_copies=(ImageCopy(COPY, "node-2", "e"),))
+    buddy.record.mark(Mark.BEGUN, participants=[part])
+    said = pb.Outcome()
+    listing.name_part(said, buddy.record, COPY)
+    assert (said.participant.copy, said.participant.copy_node) == (COPY, "node-2"), "older daemons compare these"
+    await buddy.prepare()
+    assert [log.move for log in buddy.journal.all()] == [COPY]
+    elsewhere = Buddy(tmp_path / "elsewhere")
+    elsewhere.node.config.node = "node-5"
+    elsewhere.record.mark(Mark.BEGUN, participants=[part])
+    with pytest.raises(Refused, match="on node-5"):
+        await elsewhere.prepare()
+
+
+def test_copies_are_journalled_and_sent_as_they_were_given() -> None:
+    part = msgspec.structs.replace(PART, more_copies=(ImageCopy(VICTIM, "node-3", "f"),))
+    assert JobPart.of(part.to_proto()) == part
+    assert msgspec.json.decode(msgspec.json.encode(part), type=JobPart) == part
+    assert [(copy.move, copy.node) for copy in part.copies] == [(COPY, "node-2"), (VICTIM, "node-3")]
+    assert JobPart("u", 0, MINE, "node-1", "e").copies == ()
+    assert PART.copies == (ImageCopy(COPY, "node-2", "e"),), "a record that was journalled before"
 
 
 async def test_copy_that_is_meant_for_another_node_or_is_no_copy_is_refused(tmp_path: Path) -> None:

@@ -115,12 +115,16 @@ async def test_images_that_are_sent_to_resume_a_job_have_no_limit(committed: boo
         assert pacing.lift(IMAGE) == (not committed)
 
 
-def test_copy_that_is_sent_again_is_the_one_that_is_lifted() -> None:
+def test_copies_of_one_image_to_several_buddies_are_lifted_together() -> None:
     pacing = Pacing()
     with pacing.copy(IMAGE) as first:
         with pacing.copy(IMAGE) as second:
             assert pacing.lift(IMAGE)
-        assert (first.lifted.is_set(), second.lifted.is_set()) == (False, True)
+            assert first.lifted.is_set()
+            assert second.lifted.is_set()
+        with pacing.copy(IMAGE) as third:  # sent again
+            assert not third.lifted.is_set()
+        assert pacing.lift(IMAGE), "the first one is still on its way"
     assert not pacing.lift(IMAGE)
 
 

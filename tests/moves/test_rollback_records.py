@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, Undone, Unreachable, WrongState
+from snapshotd.api.errors import Busy, Undone, Unreachable, Usage, WrongState
 from snapshotd.moves.jobs import records
 from snapshotd.moves.rules import Mark
 from tests.moves.test_coordinator import FIRST, RECORD, SECOND, Daemon, part
@@ -92,6 +92,27 @@ async def test_snapshot_that_is_not_kept_on_all_nodes_is_not_rolled_back_to(daem
     with pytest.raises(Busy, match="node-2 did not confirm"):
         await daemon.roll_back(FIRST, lost=("node-1",))
     await daemon.roll_back(FIRST, lost=("node-2",))
+
+
+async def test_snapshot_counts_only_when_every_buddy_of_every_rank_has_its_copy(daemon: Protected) -> None:
+    asked = snapshot(FIRST, 16)
+    asked.participants[0].more_copies.add(move="m-0000000000f0", node="node-3", endpoint="e")
+    asked.witnesses.append("node-4")
+    await daemon.steps.begin(asked)
+    assert daemon.journal.get(FIRST).record.quorums == [["node-1", "node-2", "node-3", "node-4"]]
+    with pytest.raises(Undone, match="the copy of rank 0 on node-3"):
+        await daemon.complete(FIRST, kept=False)
+    daemon.copies["m-0000000000f0"] = pb.Copy(state=pb.Copy.STORED)
+    await daemon.complete(FIRST, kept=False)
+    assert daemon.journal.get(FIRST).committed
+
+
+@pytest.mark.parametrize("node", ["node-1", "node-2"])
+async def test_two_places_of_one_image_are_on_different_nodes(daemon: Protected, node: str) -> None:
+    asked = snapshot(FIRST, 16)
+    asked.participants[0].more_copies.add(move="m-0000000000f0", node=node, endpoint="e")
+    with pytest.raises(Usage, match="each on a node of its own"):
+        await daemon.steps.begin(asked)
 
 
 async def test_snapshot_that_was_just_kept_is_rolled_back_to_at_once(daemon: Protected) -> None:

@@ -82,6 +82,21 @@ async def test_image_is_sent_when_its_device_memory_is_saved(place: Place) -> No
     assert await place.images()._saved(IMAGE) == []
 
 
+async def test_memory_that_is_saved_is_reported_once_although_several_copies_wait_for_it(place: Place) -> None:
+    go = asyncio.Event()
+
+    async def save() -> Saved:
+        await go.wait()
+        return Saved(5, 0.5)
+
+    place.node.saving[IMAGE, Late.DEVICE] = asyncio.create_task(save())
+    images = place.images()
+    waiting = [asyncio.create_task(images._saved(IMAGE)) for _ in range(2)]
+    await asyncio.sleep(0)
+    go.set()
+    assert sorted(len(parts) for parts in await asyncio.gather(*waiting)) == [0, 1]
+
+
 async def test_image_whose_device_memory_cannot_be_saved_is_not_sent(place: Place) -> None:
     async def save() -> Saved:
         return Saved(5, 0.5, "the copier was lost")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from migrator.image_copies import copies_of, nodes_of
 from migrator.jobs.succession import newest_whole, participants
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NotFound, Unreachable, WrongState
@@ -175,3 +176,12 @@ def test_rank_without_its_own_image_is_restored_from_the_copy() -> None:
     first, second = participants(images, {"b": "b:1", "c": "c:1"})
     assert (first.move, first.node, first.copy) == ("s1-0-True", "b", "")
     assert (second.move, second.node, second.copy, second.copy_node) == ("s1-1-False", "b", "s1-1-True", "c")
+
+
+def test_rank_keeps_all_copies_that_are_left() -> None:
+    endpoints = {node: f"{node}:1" for node in "bcd"}
+    images = [("c", kept(0, "s1", copy=True)), ("d", kept(0, "s1", copy=True)), ("b", kept(0, "s1"))]
+    (whole,) = participants(images, endpoints)
+    assert [(copy.node, copy.endpoint) for copy in copies_of(whole)] == [("c", "c:1"), ("d", "d:1")]
+    (part,) = participants(images[:2], endpoints)
+    assert (part.node, nodes_of(part)) == ("c", ["d"]), "its own image is lost"

@@ -33,7 +33,7 @@ class Coordinating(Succeeding, JobGating):
         self.event(node, "mark begun")
         words = [part.split() for part in parts]
         listed = [(one[0], one[1], one[2], one[3]) for one in words]
-        copies = [(one[4], one[5]) for one in words if len(one) > 4]
+        copies = [list(zip(one[4::2], one[5::2], strict=True)) for one in words if len(one) > 4]
         kind = "snapshot" if copies else ""
         self.journal[node, name] = Record(
             "job", Mark.BEGUN, parts=listed, copies=copies, suspension=suspension, kind=kind, gated=self.nccl
@@ -92,7 +92,7 @@ class Coordinating(Succeeding, JobGating):
 
     def ask_parts(self, node: str, record: Record) -> dict[str, Part]:
         found: dict[str, Part] = {}
-        for at, move in [*((part[0], part[1]) for part in record.parts), *record.copies]:
+        for at, move in record.places:
             try:
                 found[at + move] = Part(str(self.call(node, at, "part", move)))
             except (Lost, Refused):
@@ -145,6 +145,6 @@ class Coordinating(Succeeding, JobGating):
             if older.kind == "snapshot" and older.outcome is Outcome.COMMIT and not older.dropped:
                 self.event(node, "mark dropped")
                 older.dropped = True
-                for at, image in [*((part[0], part[1]) for part in older.parts), *older.copies]:
+                for at, image in older.places:
                     with suppress(Lost, Refused):
                         self.call(node, at, "drop", image)

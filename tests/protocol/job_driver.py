@@ -21,8 +21,9 @@ from snapshotd.moves.rules import Outcome
 from tests.protocol.job_model import JobModel
 from tests.protocol.job_world import DRIVER, NODES, Died, Lost, Refused
 
-#: The buddy of each rank.
-BUDDIES = ("two", "one")
+#: The buddies of each rank: one, and two.
+BUDDIES = (("two",), ("one",))
+TWO_BUDDIES = (("two", "spare"), ("one", "spare"))
 
 #: The model's name of each call.
 RPC = {
@@ -59,7 +60,7 @@ class Attempt:
         suspension: str = "",
         to: Sequence[str] = ("one", "spare"),
         at: str = NODES[0],
-        buddies: Sequence[str] = BUDDIES,
+        buddies: Sequence[Sequence[str]] = BUDDIES,
     ) -> None:
         """`at`: the node that coordinates it."""
         self.model, self.name, self.suspension, self.at, self.buddies = model, name, suspension, at, buddies
@@ -69,15 +70,16 @@ class Attempt:
         if suspension:
             known = model.journal[at, suspension]
             places = [(part[0], part[1]) for part in known.parts]
-            for rank, copy in enumerate(known.copies):  # of a snapshot: the image, or its copy if that is gone
-                if places[rank] not in model.kept or not model.up[places[rank][0]] or places[rank][0] in model.cut:
-                    places[rank] = copy
+            for rank, copies in enumerate(known.copies):  # of a snapshot: the image, or a copy if that is gone
+                for copy in copies:
+                    if places[rank] not in model.kept or not model.up[places[rank][0]] or places[rank][0] in model.cut:
+                        places[rank] = copy
             self.stores, self.images = [place[0] for place in places], [place[1] for place in places]
         self.nodes = list(to) if suspension else self.stores
 
-    @property
-    def copies(self) -> list[str]:
-        return [f"{self.name}-copy-{rank}" for rank in (0, 1)]
+    def copies(self, rank: int) -> list[tuple[str, str]]:
+        """The buddies of a rank, and their moves."""
+        return [(node, f"{self.name}-copy-{rank}-{node}") for node in self.buddies[rank]]
 
     def run(self) -> str:
         """done, undone, or "" if the driver died."""
@@ -116,7 +118,7 @@ class Attempt:
         if step.asked is Asked.COORDINATOR:
             parts = [
                 f"{self.nodes[rank]} {self.moves[rank]} {self.stores[rank]} {(self.images or self.moves)[rank]}"
-                + (f" {self.buddies[rank]} {self.copies[rank]}" if self.table is SNAPSHOT else "")
+                + "".join(f" {node} {move}" for node, move in self.copies(rank) if self.table is SNAPSHOT)
                 for rank in (0, 1)
             ]
             more = (self.suspension, *parts) if rpc == "job_begin" else ()
@@ -126,24 +128,27 @@ class Attempt:
                 if not patient:
                     raise
             return
-        for rank in (0, 1):
+        for request in [one for rank in (0, 1) for one in self.requests(step, rpc, rank)]:
             try:
-                self.model.call(DRIVER, *self.request(rpc, rank, buddy=step.asked is Asked.BUDDIES))
+                self.model.call(DRIVER, *request)
             except (Lost, Refused):
                 if not patient:
                     raise
 
-    def request(self, rpc: str, rank: int, *, buddy: bool = False) -> tuple[str, ...]:
+    def requests(self, step: JobStep, rpc: str, rank: int) -> list[tuple[str, ...]]:
+        if self.table is SNAPSHOT and rpc == "send":
+            return [(self.stores[rank], rpc, self.moves[rank], *copy) for copy in self.copies(rank)]
+        if step.asked is Asked.BUDDIES and rpc == "prepare":
+            return [(node, "prepare_copy", move, str(rank), self.name) for node, move in self.copies(rank)]
+        if step.asked is Asked.BUDDIES:
+            return [(node, rpc, move) for node, move in self.copies(rank)]
+        return [self.request(rpc, rank)]
+
+    def request(self, rpc: str, rank: int) -> tuple[str, ...]:
         store, node, move = self.stores[rank], self.nodes[rank], self.moves[rank]
-        if buddy:
-            node, move = self.buddies[rank], self.copies[rank]
         match rpc:
             case "begin" if self.table is SNAPSHOT:
                 return node, rpc, move, str(rank), self.name, "snapshot"
-            case "prepare" if buddy:
-                return node, "prepare_copy", move, str(rank), self.name
-            case "send" if self.table is SNAPSHOT:
-                return store, rpc, move, self.buddies[rank], self.copies[rank]
             case "begin":
                 return node, rpc, move, str(rank), self.name
             case "close_gates":
@@ -249,6 +254,6 @@ class Protecting:
 class Taking(Attempt):
     """A driver that takes a snapshot."""
 
-    def __init__(self, model: JobModel, name: str, buddies: Sequence[str] = BUDDIES) -> None:
+    def __init__(self, model: JobModel, name: str, buddies: Sequence[Sequence[str]] = BUDDIES) -> None:
         super().__init__(model, name, buddies=buddies)
         self.table, self.undo = SNAPSHOT, UNDO_SNAPSHOT

@@ -21,7 +21,7 @@ class Succeeding(Rolling):
     def begin_lease(self, node: str, name: str) -> None:
         """A snapshot begins: the nodes that keep its images follow its coordinator."""
         record = self.journal[node, name]
-        record.voters = tuple(sorted({node, *(part[0] for part in record.parts), *(copy[0] for copy in record.copies)}))
+        record.voters = tuple(sorted({node, *(at for at, _ in record.places)}))
         for voter in record.voters:
             if self.up[voter] and not self.apart(node, voter):
                 self.follows.setdefault((voter, name), node)

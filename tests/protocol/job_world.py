@@ -64,7 +64,9 @@ class Record:
     copy: Copy | None = None
     image: str = ""  # target: the move whose image it restores
     parts: list[tuple[str, str, str, str]] = field(default_factory=list)  # job: node, move, image node, image
-    copies: list[tuple[str, str]] = field(default_factory=list)  # snapshot: the buddies' nodes and moves
+    copies: list[list[tuple[str, str]]] = field(
+        default_factory=list
+    )  # snapshot: of each rank, the buddies' nodes and moves
     kind: str = ""  # snapshot, or copy
     continued: bool = False
     dropped: bool = False  # snapshot: it was given up
@@ -91,13 +93,19 @@ class Record:
     def copy_exists(self) -> bool:
         return self.copy is not None and self.copy.alive
 
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """Job: the nodes and moves of all its participants, those of the copies last."""
+        return [*((part[0], part[1]) for part in self.parts), *(copy for copies in self.copies for copy in copies)]
+
 
 class JobWorld:
     """What all participants share."""
 
-    def __init__(self, *, nccl: bool = False) -> None:
-        """`nccl`: the ranks are in a communicator."""
-        self.nccl, self.builds = nccl, 1
+    def __init__(self, *, nccl: bool = False, bears: int = 1) -> None:
+        """`nccl`: the ranks are in a communicator. `bears`: of how many nodes a snapshot must outlive the loss, because there
+        are so many copies of each image."""
+        self.nccl, self.builds, self.bears = nccl, 1, bears
         self.gone: set[tuple[str, str]] = set()  # (coordinator, node) that has been silent to it for GONE_S
         self.labels: list[str] = []
         self.faults: dict[int, Callable[[JobModel], None]] = {}
@@ -108,7 +116,7 @@ class JobWorld:
         self.images: dict[tuple[str, str], int] = {}  # whole ones of suspended ranks: (node, move) -> rank
         self.kept: dict[tuple[str, str], tuple[str, int]] = {}  # images of snapshots, in memory: snapshot, rank
         self.protected = (
-            False  # a snapshot was committed: from then on there is a complete one, unless a node is lost twice
+            False  # a snapshot was committed: from then on there is a complete one, unless too many nodes are lost
         )
         self.reboots = 0
         self.off: set[str] = set()  # nodes without power
@@ -230,7 +238,7 @@ class JobWorld:
         for copy in running:  # what runs may not be beside a resumption that can still commit
             if copy.incarnation == "":
                 assert not self.suspended(), "the suspended incarnation runs"
-        assert not self.protected or self.reboots > 1 or self.snapshot(), f"no complete snapshot: {self.kept}"
+        assert not self.protected or self.reboots > self.bears or self.snapshot(), f"no complete snapshot: {self.kept}"
 
     def snapshot(self) -> str:
         """The newest snapshot of which every rank has an image somewhere, if it is one that counts."""

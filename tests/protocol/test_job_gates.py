@@ -29,7 +29,7 @@ def _job() -> JobModel:
 
 def _snapshotted(loss: Callable[[JobModel], None] | None = None) -> JobModel:
     model = _job()
-    assert Taking(model, "before", ("spare", "one")).run() == "done"
+    assert Taking(model, "before", (("spare",), ("one",))).run() == "done"
     if loss is not None:
         loss(model)
     return model
@@ -67,7 +67,7 @@ WALKS: dict[str, Walk] = {
     "suspend": _then(_job, lambda model: Attempt(model, "s")),
     "resume": _then(_suspended, lambda model: Attempt(model, "s", "before")),
     "snapshot": _then(_job, lambda model: Taking(model, "s")),
-    "second snapshot": _then(_snapshotted, lambda model: Taking(model, "s", ("spare", "one"))),
+    "second snapshot": _then(_snapshotted, lambda model: Taking(model, "s", (("spare",), ("one",)))),
     "rank died": _then(lambda: _snapshotted(_rank_dies), lambda model: RollingBack(model, "s")),
     "two has no power": _then(
         lambda: _snapshotted(lambda model: model.reboot("two")), lambda model: RollingBack(model, "s")
@@ -202,12 +202,12 @@ def test_the_next_snapshot_does_not_wait_for_a_coordinator_that_was_lost_during_
     model = _snapshotted()
     model.labels.clear()
     model.faults[labels("second snapshot").index("two: close the gates")] = lambda model: model.reboot("one")
-    assert Taking(model, "late", ("spare", "one")).run() in ("undone", "")
+    assert Taking(model, "late", (("spare",), ("one",))).run() in ("undone", "")
     model.faults.clear()
     assert Protecting(model, "p").run() == "done"
     model.settle_gate("two", gate_of("late"))
     assert model.journal["two", gate_of("late")].ended
-    newer = Taking(model, "newer", ("spare", "two"))
+    newer = Taking(model, "newer", (("spare",), ("two",)))
     newer.at = next(node for node in NODES if model.led(node) and model.up[node])
     assert newer.run() == "done"
 

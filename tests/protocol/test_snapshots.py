@@ -3,6 +3,7 @@ counts on there is always a complete one, even if a node is lost."""
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import pytest
@@ -11,26 +12,28 @@ from migrator.job_protocol import SNAPSHOT, index_of
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Answer, CopyDecision, StoreDecision, StoreFacts
 from snapshotd.moves.rules import CopyState, Mark, Outcome
-from tests.protocol.job_driver import BUDDIES, RPC, Taking
+from tests.protocol.job_driver import BUDDIES, RPC, TWO_BUDDIES, RollingBack, Taking
 from tests.protocol.job_model import JobModel
 from tests.protocol.job_world import DRIVER, NODES, Refused
 from tests.protocol.test_jobs import FAULTS
 
+COPIES = {1: BUDDIES, 2: TWO_BUDDIES}
 
-def walked(*, second: bool) -> tuple[JobModel, Taking]:
+
+def walked(*, second: bool, copies: int = 1) -> tuple[JobModel, Taking]:
     """A model with a running job, of which there is a snapshot if this is to be the second one."""
-    model = JobModel()
+    model = JobModel(bears=copies)
     if second:
-        assert Taking(model, "first").run() == "done"
+        assert Taking(model, "first", COPIES[copies]).run() == "done"
         model.settle()
         assert model.snapshot() == "first"
     model.labels.clear()
-    return model, Taking(model, "s")
+    return model, Taking(model, "s", COPIES[copies])
 
 
 @cache
-def labels(*, second: bool) -> tuple[str, ...]:
-    model, attempt = walked(second=second)
+def labels(*, second: bool, copies: int = 1) -> tuple[str, ...]:
+    model, attempt = walked(second=second, copies=copies)
     assert attempt.run() == "done"
     return tuple(model.labels)
 
@@ -44,21 +47,22 @@ def judge(model: JobModel) -> None:
     complete = {snapshot for snapshot, _ in model.kept.values()}
     assert len(complete) <= 1, f"more than one snapshot is left: {model.kept}"
     if len(alive) == 2 and not model.reboots:
-        assert Taking(model, "again").run() == "done"
+        assert Taking(model, "again", COPIES[model.bears]).run() == "done"
         model.settle()
         assert model.snapshot() == "again"
-        assert sorted(model.kept.values()) == [("again", 0), ("again", 0), ("again", 1), ("again", 1)]
+        assert sorted(model.kept.values()) == [("again", rank) for rank in (0, 1) for _ in range(model.bears + 1)]
 
 
-def test_snapshot_without_faults() -> None:
-    model, attempt = walked(second=True)
+@pytest.mark.parametrize("copies", COPIES)
+def test_snapshot_without_faults(copies: int) -> None:
+    model, attempt = walked(second=True, copies=copies)
     assert attempt.run() == "done"
     model.settle()
     assert model.running() == [(0, "one"), (1, "two")]
     assert model.snapshot() == "s"
     assert {(node, rank) for (node, _), (_, rank) in model.kept.items()} == {
         *(("one", 0), ("two", 1)),
-        *((BUDDIES[rank], rank) for rank in (0, 1)),
+        *((node, rank) for rank in (0, 1) for node in COPIES[copies][rank]),
     }
 
 
@@ -68,12 +72,14 @@ def test_the_walk_asks_for_every_call_of_the_table() -> None:
             assert any(label.startswith(f"driver: {rpc}") for label in labels(second=False)), step.call
 
 
-@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize(
+    ("second", "soon", "copies"),
+    [(False, False, 1), (False, True, 1), (True, False, 1), (True, True, 1), (True, False, 2)],
+)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("soon", [False, True])
-def test_any_participant_dies_at_any_event(fault: str, second: bool, soon: bool) -> None:
-    for event, label in enumerate(labels(second=second)):
-        model, attempt = walked(second=second)
+def test_any_participant_dies_at_any_event(copies: int, fault: str, second: bool, soon: bool) -> None:
+    for event, label in enumerate(labels(second=second, copies=copies)):
+        model, attempt = walked(second=second, copies=copies)
         model.faults[event] = FAULTS[fault]
         if soon:
             model.faults[event + 2] = JobModel.heal
@@ -101,10 +107,54 @@ def test_two_participants_die(first: str, then: str) -> None:
                 raise
 
 
-def test_driver_that_asks_for_commit_too_early_is_refused() -> None:
+@pytest.mark.parametrize(("first", "then"), list(itertools.permutations(NODES, 2)))
+def test_two_copies_outlive_the_loss_of_any_two_nodes_at_any_event(first: str, then: str) -> None:
+    """The model checks after every event that a complete snapshot is left."""
+
+    def both(model: JobModel) -> None:
+        model.reboot(first)
+        model.reboot(then)
+
+    count = len(labels(second=True, copies=2))
+    for event in range(count):
+        for later in (event, event + 2) if first < then else (event + 2,):
+            model, attempt = walked(second=True, copies=2)
+            if later == event:
+                model.faults[event] = both
+            else:
+                model.faults |= {event: FAULTS[f"{first} reboots"], later: FAULTS[f"{then} reboots"]}
+            try:
+                attempt.run()
+                judge(model)
+                assert model.snapshot() in {"first", "s"}, "it is still there when all nodes are back"
+            except AssertionError as error:
+                error.add_note(f"{first} is lost at {event}, {then} at {later}")
+                raise
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_job_is_rolled_back_from_the_second_copy_after_a_rank_and_its_first_buddy_were_lost(declared: bool) -> None:
+    model = JobModel(bears=2)
+    assert Taking(model, "s", (("two", "spare"), ("spare", "one"))).run() == "done"
+    model.settle()
+    for node in ("two", "spare"):
+        model.reboot(node)
+        model.declared |= {node} if declared else set()
+    found = RollingBack(model, "b", to=("one", "one")).run()
+    if not declared:
+        assert found != "done", "one of three voters has no majority"
+        return
+    assert found == "done"
+    assert model.running() == [(0, "one"), (1, "one")]
+    model.settle()
+    assert model.running() == [(0, "one"), (1, "one")]
+
+
+@pytest.mark.parametrize("copies", COPIES)
+def test_driver_that_asks_for_commit_too_early_is_refused(copies: int) -> None:
     before = SNAPSHOT[index_of("Job.Begin", SNAPSHOT) + 1 : index_of("Job.Commit", SNAPSHOT)]
     for reached in range(len(before)):
-        model, attempt = walked(second=False)
+        model, attempt = walked(second=False, copies=copies)
         for step in SNAPSHOT[: SNAPSHOT.index(before[reached])]:
             attempt.ask(step)
         with pytest.raises(Refused):

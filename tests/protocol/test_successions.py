@@ -16,7 +16,7 @@ from tests.protocol.job_world import Died, Lost, Refused
 from tests.protocol.test_jobs import FAULTS
 
 #: Three nodes keep images, so two of them are a majority without the coordinator.
-BUDDIES = ("two", "spare")
+BUDDIES = (("two",), ("spare",))
 
 LOSSES: dict[str, Callable[[JobModel], None]] = {
     "one has no power": lambda model: model.reboot("one"),

@@ -74,8 +74,11 @@ class JobSteps(Steps):
         parts = [JobPart.of(one) for one in request.participants]
         for part in parts:
             check_move_id(part.move)
-            if request.snapshot and (not part.copy or part.copy_node == part.node):
-                raise Usage("every rank of a snapshot has a buddy on another node")
+            places = [node for _, node, _ in records.images_of(part)]
+            if request.snapshot and (len(places) < 2 or len(set(places)) < len(places)):
+                raise Usage("every rank of a snapshot has buddies, each on a node of its own")
+            for copy in part.copies:
+                check_move_id(copy.move)
         await reach(Point.BEFORE_JOB_BEGIN)
         here = (self.node.config.node, self.node.config.advertise)
         begin = Begin(
@@ -85,7 +88,7 @@ class JobSteps(Steps):
             kind="snapshot" if request.snapshot else "",
         )
         nodes = [ClusterNode.of(node) for node in request.nodes]
-        quorums = [voters_of(self.node.config.node, parts)] if request.snapshot else []
+        quorums = [voters_of(self.node.config.node, parts, request.witnesses)] if request.snapshot else []
         async with self.deciding:
             await in_thread(admission.must_be_possible, self.journal, list(self.moves.values()), request, parts)
             await self.leases.must_hold({part.rank_uid for part in parts})

@@ -117,7 +117,8 @@ class StoredImages:
         return pb.StoredImage(facts=await self._facts_of(move_log), rewires=rewires, bytes=size_bytes)
 
     async def send(self, request: pb.SendRequest) -> AsyncIterator[pb.Progress]:
-        """Sends an image to the target of a resumption, or to a buddy; yields progress. The image stays."""
+        """Sends an image to the target of a resumption, or to a buddy; yields progress. The image stays. It may be sent to
+        several buddies at the same time."""
         check_move_id(request.move)
         parts = await self._saved(request.image)
         move_log = self._image(request.image)
@@ -152,7 +153,7 @@ class StoredImages:
             if (saving := self.node.saving.get((image, late))) is None:
                 continue
             await asyncio.wait([saving])
-            self.node.saving.pop((image, late), None)
+            is_first = self.node.saving.pop((image, late), None) is not None  # of several buddies
             if saving.cancelled():
                 raise WrongState("the snapshot was given up", where=Where.UNTOUCHED)
             saved = saving.result()
@@ -166,7 +167,8 @@ class StoredImages:
                     remedy="the rank goes on; a plain retry is safe",
                     where=Where.UNTOUCHED,
                 )
-            parts.append(pb.Part(name=late, seconds=saved.seconds, bytes=saved.bytes))
+            if is_first:
+                parts.append(pb.Part(name=late, seconds=saved.seconds, bytes=saved.bytes))
         return parts
 
     async def _synced(self, move_log: MoveLog) -> list[pb.Part]:

@@ -50,10 +50,10 @@ class Successor:
     endpoint: str
 
 
-def voters_of(coordinator: str, parts: Iterable[JobPart]) -> list[str]:
-    """The nodes that keep images of a snapshot, and its coordinator."""
-    listed = list(parts)
-    return sorted({coordinator, *(part.node for part in listed), *(part.copy_node for part in listed if part.copy)})
+def voters_of(coordinator: str, parts: Iterable[JobPart], witnesses: Iterable[str] = ()) -> list[str]:
+    """The nodes that keep images of a snapshot, its coordinator, and those that keep none and are asked all the same."""
+    keepers = {node for part in parts for _, node, _ in records.images_of(part)}
+    return sorted({coordinator, *keepers, *witnesses})
 
 
 class Leases:

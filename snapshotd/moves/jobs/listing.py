@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+import msgspec
+
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.moves.jobs import lost_time, records
 from snapshotd.moves.journal import Journal, MoveLog
@@ -81,10 +83,17 @@ def outcome_of(journal: Journal, move_log: MoveLog) -> pb.Outcome:
 
 def name_part(found: pb.Outcome, move_log: MoveLog, move: str) -> None:
     """Adds to the answer whose the move, or the copy, of one rank is: a node compares it with what it was told. Records of
-    version 0.1 do not say whose the job is, and name nothing."""
+    version 0.1 do not say whose the job is, and name nothing. A copy is named as the first one, whichever it is: daemons that
+    know of no others compare it, too."""
     if move_log.begin.user_id < 0:
         return
     found.job, found.user_id = move_log.begin.job, move_log.begin.user_id
     for part in move_log.whole().participants:
-        if move in (part.move, part.copy):
+        asked = next((copy for copy in part.copies if copy.move == move), None)
+        if asked is not None:
+            named = msgspec.structs.replace(
+                part, copy=asked.move, copy_node=asked.node, copy_endpoint=asked.endpoint, more_copies=()
+            )
+            found.participant.CopyFrom(named.to_proto())
+        elif move == part.move:
             found.participant.CopyFrom(part.to_proto())

@@ -38,16 +38,18 @@ class Pacing:
 
     def __init__(self) -> None:
         self._buckets: dict[str, Bucket] = {}  # by interface; of a limit in bytes: one, without a name
-        self._copies: dict[str, Copy] = {}  # by image
+        self._copies: dict[str, list[Copy]] = {}  # by image, which may go to several buddies at once
 
     @contextmanager
     def copy(self, image: str) -> Iterator[Copy]:
         """As long as it is being sent."""
-        copy = self._copies[image] = Copy()
+        copy = Copy()
+        self._copies.setdefault(image, []).append(copy)
         try:
             yield copy
         finally:
-            if self._copies.get(image) is copy:
+            mine = self._copies[image] = [one for one in self._copies[image] if one is not copy]
+            if not mine:
                 del self._copies[image]
 
     def limited(
@@ -66,11 +68,12 @@ class Pacing:
         return found
 
     def lift(self, image: str) -> bool:
-        """Something waits for this copy: it is sent without a limit from now on. False: it is not being sent."""
-        copy = self._copies.get(image)
-        if copy is not None:
+        """Something waits for the copies of this image: they are sent without a limit from now on. False: none is on its
+        way."""
+        found = self._copies.get(image, [])
+        for copy in found:
             copy.lifted.set()
-        return copy is not None
+        return bool(found)
 
     def _bucket(self, limit: Limit, link: Link | None) -> Bucket | None:
         """None: the speed of the link is not known. A link whose speed has changed gets a new one."""

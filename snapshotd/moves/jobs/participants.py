@@ -52,9 +52,9 @@ async def ask_all(node: Node, move_log: MoveLog) -> dict[str, Part]:
     known = set(record.done) if move_log.committed else set()
     asked = [(f"rank {part.rank} on {part.node}", part, ask) for part in record.participants]
     asked += [
-        (f"the copy of rank {part.rank} on {part.copy_node}", records.copy_of(part), ask_target)
+        (f"the copy of rank {buddy.rank} on {buddy.node}", buddy, ask_target)
         for part in record.participants
-        if part.copy
+        for buddy in records.buddies_of(part)
     ]
 
     async def answer(part: JobPart, ask: Callable[[Node, JobPart], Awaitable[Part]]) -> Part:

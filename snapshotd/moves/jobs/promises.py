@@ -1,4 +1,5 @@
-"""What this node has promised to coordinators of snapshots: whom it follows, for each snapshot of which it keeps images.
+"""What this node has promised to coordinators of snapshots: whom it follows, for each snapshot of which it keeps images
+or is a witness.
 
 Invariant: a node follows one coordinator of a job at a time. It follows another one only if the first has handed the job
 over, or has been silent for FENCED_S since this node answered it last: a coordinator that has no promise of a majority for

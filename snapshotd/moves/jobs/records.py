@@ -135,13 +135,15 @@ def before(journal: Journal, suspension: str) -> tuple[str, bool]:
 def images_of(part: JobPart) -> Iterator[tuple[str, str, str]]:
     """(image, node, endpoint) of all places that have the image of a rank."""
     yield part.move, part.node, part.endpoint
-    if part.copy:
-        yield part.copy, part.copy_node, part.copy_endpoint
+    for copy in part.copies:
+        yield copy.move, copy.node, copy.endpoint
 
 
-def copy_of(part: JobPart) -> JobPart:
-    """The buddy, as a participant."""
-    return msgspec.structs.replace(part, move=part.copy, node=part.copy_node, endpoint=part.copy_endpoint)
+def buddies_of(part: JobPart) -> list[JobPart]:
+    """The buddies, as participants."""
+    return [
+        msgspec.structs.replace(part, move=copy.move, node=copy.node, endpoint=copy.endpoint) for copy in part.copies
+    ]
 
 
 def resumed_by(journal: Journal, suspension: MoveLog) -> MoveLog | None:

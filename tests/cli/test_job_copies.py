@@ -1,0 +1,189 @@
+"""A snapshot with several copies: which daemons are asked for what, and what is said if there is no room."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from migrator.find_rank import Found
+from migrator.image_copies import copies_of, nodes_of, set_copies
+from migrator.job_results import JobOptions
+from migrator.jobs.snapshot import Snapshot
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Full, Refused, Undone, Unreachable
+
+RANKS = [pb.Rank(uid=f"night-{number}", job="night", rank=number, user_id=7) for number in (0, 1)]
+FOUND = [Found(f"node-{rank.rank + 1}", rank) for rank in RANKS]
+
+
+class Cluster:
+    """Five nodes, which answer what the test says."""
+
+    def __init__(self, snapshot_copies: int = 1) -> None:
+        self.nodes = {f"node-{number}": f"10.0.0.{number}:7070" for number in range(1, 6)}
+        self.labels: dict[str, dict[str, str]] = {}
+        self.snapshot_copies = snapshot_copies
+        self.silent: set[str] = set()
+        self.full: set[str] = set()
+        self.asked: list[tuple[str, str, str]] = []  # node, call, move
+        self.begun = pb.BeginJobRequest()
+
+    @asynccontextmanager
+    async def client(self, node: str) -> AsyncIterator[Any]:
+        async def inspect(request: pb.InspectRequest, timeout_s: float) -> pb.InspectReply:
+            (rank,) = [rank for rank in RANKS if rank.uid == request.rank_uid]
+            return pb.InspectReply(facts=pb.RankFacts(rank=rank, source_node=node))
+
+        async def begin(request: pb.BeginJobRequest, timeout_s: float) -> pb.BeginJobReply:
+            self.begun.CopyFrom(request)
+            return pb.BeginJobReply()
+
+        async def prepare(request: pb.PrepareRequest, timeout_s: float) -> pb.PrepareReply:
+            self.asked.append((node, "prepare", request.move))
+            if node in self.full:
+                raise Full(f"{request.move} needs 40 MiB for its images, 30 MiB are free")
+            return pb.PrepareReply(nonce=node.encode(), finds_blocks=node == "node-3")
+
+        async def send(request: pb.SendRequest, timeout_s: float) -> AsyncIterator[pb.Progress]:
+            assert (request.nonce, request.offer_blocks) == (
+                request.target_node.encode(),
+                request.target_node == "node-3",
+            )
+            self.asked.append((request.target_node, "send", request.move))
+            if request.target_node in self.silent:
+                raise Unreachable(f"{request.target_node} does not answer")
+            yield pb.Progress(bytes_sent=3, bytes_found=4, bytes_expected=7, done=True)
+
+        async def activate(request: pb.TokenRequest, timeout_s: float, retry: bool) -> pb.ActivateReply:
+            self.asked.append((node, "keep", request.move))
+            return pb.ActivateReply(running=node not in self.silent)
+
+        async def discard(request: pb.TokenRequest, timeout_s: float) -> pb.DiscardReply:
+            self.asked.append((node, "discard", request.move))
+            if node in self.silent:
+                raise Unreachable(f"{node} does not answer")
+            return pb.DiscardReply()
+
+        yield SimpleNamespace(
+            source=SimpleNamespace(Inspect=inspect, Send=send),
+            target=SimpleNamespace(Prepare=prepare, Activate=activate, Discard=discard),
+            job=SimpleNamespace(Begin=begin),
+        )
+
+    def asked_for(self, call: str) -> list[tuple[str, str]]:
+        return sorted((node, move) for node, what, move in self.asked if what == call)
+
+
+@pytest.fixture(autouse=True)
+def _nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def infos(cluster: Any) -> dict[str, pb.NodeInfo]:
+        return {node: pb.NodeInfo(name=node) for node in cluster.nodes if node not in cluster.silent}
+
+    async def addresses(cluster: Any, infos: Any) -> list[pb.NodeAddresses]:
+        return []
+
+    async def no_gates(gates: Any, description: Any, nodes: Any) -> list[pb.Check]:
+        return []
+
+    module = sys.modules["migrator.jobs.suspend"]
+    monkeypatch.setattr(module, "node_infos", infos)
+    monkeypatch.setattr(module, "node_addresses", addresses)
+    monkeypatch.setattr(module.JobGates, "check", no_gates)
+
+
+async def inspected(cluster: Any, copies: int | None = None) -> Snapshot:
+    run = Snapshot(cluster, JobOptions("night", copies=copies), FOUND, "node-1", lambda event: None)
+    await run.inspect(1.0)
+    return run
+
+
+def test_the_first_copy_has_fields_of_its_own() -> None:
+    part = pb.Participant()
+    assert copies_of(part) == []
+    for count in (3, 1):
+        set_copies(part, [pb.ImageCopy(move=f"m-{number}", node=f"n{number}", endpoint="e") for number in range(count)])
+        assert (part.copy, part.copy_node, part.copy_endpoint) == ("m-0", "n0", "e")
+        assert nodes_of(part) == [f"n{number}" for number in range(count)]
+
+
+@pytest.mark.parametrize(("of_file", "asked", "count"), [(1, None, 1), (2, None, 2), (2, 1, 1), (1, 3, 3)])
+async def test_number_of_copies_is_that_of_the_option_or_of_the_cluster_file(
+    of_file: int, asked: int | None, count: int
+) -> None:
+    run = await inspected(Cluster(of_file), asked)
+    assert [len(copies_of(part)) for part in run.participants] == [count, count]
+    await run.close()
+
+
+async def test_every_copy_is_prepared_sent_kept_and_discarded() -> None:
+    cluster = Cluster()
+    run = await inspected(cluster, 2)
+    places = {place.rank: place.copies for place in run.places()}
+    assert places == {0: ("node-2", "node-3"), 1: ("node-1", "node-4")}
+    await run.begin_job(1.0)
+    assert list(cluster.begun.witnesses) == ["node-5"]
+    assert list(cluster.begun.participants) == run.participants
+    for step in (run.prepare, run.send, run.keep, run.discard):
+        await step(1.0)
+    everyone = sorted((copy.node, copy.move) for part in run.participants for copy in copies_of(part))
+    assert len({move for _, move in everyone}) == 4
+    for call in ("prepare", "send", "keep", "discard"):
+        assert cluster.asked_for(call) == everyone, call
+    assert (run.copied_bytes, sum(found for _, found, _ in run.bytes.values())) == (12, 16)
+    await run.close()
+
+
+async def test_one_copy_has_no_witness() -> None:
+    cluster = Cluster()
+    run = await inspected(cluster)
+    await run.begin_job(1.0)
+    assert list(cluster.begun.witnesses) == []
+    assert all(not part.more_copies for part in cluster.begun.participants)
+    await run.close()
+
+
+async def test_node_that_does_not_answer_gets_no_copy_and_too_few_are_refused() -> None:
+    cluster = Cluster()
+    cluster.silent = {"node-3"}
+    run = await inspected(cluster, 2)
+    assert {place.rank: place.copies for place in run.places()} == {0: ("node-2", "node-4"), 1: ("node-1", "node-5")}
+    await run.close()
+    cluster.silent = {"node-3", "node-4", "node-5"}
+    with pytest.raises(Refused, match="need 3 nodes, and 2 answer: node-1, node-2"):
+        await inspected(cluster, 2)
+
+
+async def test_node_without_room_is_named_with_the_arithmetic() -> None:
+    cluster = Cluster()
+    cluster.full = {"node-4"}
+    run = await inspected(cluster, 2)
+    with pytest.raises(Full) as caught:
+        await run.prepare(1.0)
+    said = caught.value.message
+    assert said.startswith(
+        "node-4 is to keep 1 of the copies (of 2 for each rank, here of rank 1), beside those of the"
+    )
+    assert "needs 40 MiB for its images, 30 MiB are free" in said
+    assert "fewer --copies" in caught.value.advice
+    await run.close()
+
+
+async def test_second_buddy_that_is_lost_fails_the_snapshot_and_does_not_keep_the_others_from_dropping_their_copies() -> (
+    None
+):
+    cluster = Cluster()
+    run = await inspected(cluster, 2)
+    await run.prepare(1.0)
+    cluster.silent = {"node-3"}
+    with pytest.raises(Unreachable, match="node-3 does not answer"):
+        await run.send(1.0)
+    with pytest.raises(Undone, match="the copy of rank 0 on node-3 is not kept yet"):
+        await run.keep(1.0)
+    await run.discard(1.0)
+    assert [node for node, _ in cluster.asked_for("discard")] == ["node-1", "node-2", "node-3", "node-4"]
+    await run.close()
