@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from integration.harness import MIGRATOR, WORKLOADS, cluster, processes_of, until
+from integration.harness import WORKLOADS, cluster, processes_of, until
+from integration.protecting import protected
 from integration.torch_jobs import TorchJob, TorchLab
 
 WAIT_S = 600.0
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flags = ("--ballast-mib", str(options.mib), "--pace-s", "0.05")
         job = lab.plain("ddp.py", *flags, "--until", "{end}", nodes=NODES[: options.ranks], name="rollback")
         job.await_steps(5, WAIT_S)
-        ours = [protected(job, since_s) for since_s in options.since_s]
+        ours = [rolled_back(job, since_s) for since_s in options.since_s]
         snapshot = json.loads(nodes.migrator("job", "snapshot", job.name, "--json", timeout_s=WAIT_S).stdout)
         lab.end()
     for since_s, mine in zip(options.since_s, ours, strict=True):
@@ -67,16 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def protected(job: TorchJob, since_s: float) -> Lost:
-    said = job.cluster.folder / f"{job.name}.protect"
-    with said.open("w") as out:
-        guard = subprocess.Popen(
-            [*MIGRATOR, "protect", job.name, "--every", "3600", "--tries", "20"],
-            env=job.cluster.environment(),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-    try:
+def rolled_back(job: TorchJob, since_s: float) -> Lost:
+    with protected(job.cluster, job.name) as said:
         until("the snapshot", lambda: ", paused " in said.read_text(), WAIT_S)
         saved_s = float(re.findall(r", paused ([\d.]+) s", said.read_text())[-1])
         time.sleep(since_s)
@@ -88,9 +81,6 @@ def protected(job: TorchJob, since_s: float) -> Lost:
             since_s,
             saved_s,
         )
-    finally:
-        guard.kill()
-        guard.wait()
 
 
 class Launcher:

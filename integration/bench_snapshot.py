@@ -46,19 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for _ in range(options.rounds):
             by_hand_s.append(criu_by_hand([str(WORKLOADS / "dirty.py"), *how, "--steps", "100000000"])[0])
             for copied_later in taken:
-                configure(nodes, copied_later)
+                nodes.configure(HOME, {"snapshot_copy_on_write": copied_later})
                 taken[copied_later].append(snapshot(nodes, job))
         nodes.tidy()
     print(table(options.mib, taken, statistics.median(by_hand_s)))
     return 0
-
-
-def configure(nodes: Cluster, on: bool) -> None:
-    path = nodes.lab.layout.node(HOME) / "snapshotd.toml"
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("snapshot_copy_on_write")]
-    path.write_text("\n".join([f"snapshot_copy_on_write = {json.dumps(on)}", *lines]) + "\n")
-    nodes.lab.kill_daemon(HOME)
-    nodes.lab.start_daemon(HOME, timeout_s=WAIT_S)
 
 
 def snapshot(nodes: Cluster, job: Job) -> Taken:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from integration.configuring import configured
 from integration.gpu_nodes import GpuCluster
 from integration.harness import PATIENCE_S, until
 from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, UNDONE, children, part, start
@@ -23,11 +24,8 @@ SIZE = LARGE_MIB * MIB
 
 @pytest.fixture(scope="module")
 def one_gpu_lab(fake_gpu_lab: GpuCluster) -> Iterator[GpuCluster]:
-    for node in (SOURCE, TARGET):
-        fake_gpu_lab.configure(node, {"hold_device_memory": True})
-    yield fake_gpu_lab
-    for node in (SOURCE, TARGET):
-        fake_gpu_lab.configure(node, {"hold_device_memory": False})
+    with configured(fake_gpu_lab.cluster, (SOURCE, TARGET), {"hold_device_memory": True}):
+        yield fake_gpu_lab
 
 
 @pytest.fixture
@@ -75,11 +73,8 @@ def test_rank_moves_there_and_back_without_its_memory_being_sent(one_gpu: GpuClu
 def test_either_node_can_have_the_memory_sent(one_gpu: GpuCluster, node: str) -> None:
     job = start(one_gpu, *LARGE)
     job.await_progress(3)
-    one_gpu.configure(node, {"hand_over_device_memory": False})
-    try:
+    with configured(one_gpu.cluster, [node], {"hand_over_device_memory": False}):
         moved = one_gpu.cluster.move(job, TARGET)
-    finally:
-        one_gpu.configure(node, {"hand_over_device_memory": True})
     assert part(moved, "refill")["bytes"] >= SIZE
     one_gpu.ends_well(job)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.configuring import configured
 from integration.gpu_nodes import GpuCluster
 from integration.harness import until
 from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, UNDONE, children, part, start
@@ -27,11 +28,8 @@ COPIER, FILLER = "snapshotd.holder.copier", "snapshotd.holder.filler"
 
 @pytest.fixture(scope="module")
 def holding_lab(fake_gpu_lab: GpuCluster) -> Iterator[GpuCluster]:
-    for node in (SOURCE, TARGET):
-        fake_gpu_lab.configure(node, {"hold_device_memory": True})
-    yield fake_gpu_lab
-    for node in (SOURCE, TARGET):
-        fake_gpu_lab.configure(node, {"hold_device_memory": False})
+    with configured(fake_gpu_lab.cluster, (SOURCE, TARGET), {"hold_device_memory": True}):
+        yield fake_gpu_lab
 
 
 @pytest.fixture
@@ -77,14 +75,11 @@ def test_rank_that_is_larger_than_the_memory_for_images_moves(holding: GpuCluste
     try:
         for node in (SOURCE, TARGET):
             image_memory(holding, node, f"{SMALL_MIB}m")
-        for node in (SOURCE, TARGET):
-            holding.configure(node, {"hold_device_memory": False})
-        refused = holding.cluster.move(job, TARGET, expect=10)
-        assert "image-room: the image needs up to" in refused["reason"]
-        assert [phase["name"] for phase in refused["phases"]] == ["preflight"]
-        job.await_progress(2)
-        for node in (SOURCE, TARGET):
-            holding.configure(node, {"hold_device_memory": True})
+        with configured(holding.cluster, (SOURCE, TARGET), {"hold_device_memory": False}):
+            refused = holding.cluster.move(job, TARGET, expect=10)
+            assert "image-room: the image needs up to" in refused["reason"]
+            assert [phase["name"] for phase in refused["phases"]] == ["preflight"]
+            job.await_progress(2)
         moved = holding.cluster.move(job, TARGET)
         assert moved["warnings"] == []
         assert part(moved, "offload")["bytes"] == part(moved, "refill")["bytes"] >= HUGE_MIB * MIB

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from integration.configuring import configured
 from integration.harness import MIGRATOR, Cluster, until
 from integration.torch_jobs import HOMES, TorchLab, at_rest
 from snapshotd.transport.pace import BURST_S
@@ -78,12 +79,8 @@ CHUNK_BYTES = 2 << 20
 
 @pytest.fixture
 def limited(torch_lab: TorchLab) -> Iterator[TorchLab]:
-    nodes = torch_lab.cluster
-    for node in HOMES[:2]:
-        nodes.configure(node, {"copy_limit": LIMIT})
-    yield torch_lab
-    for node in HOMES[:2]:
-        nodes.configure(node, {"copy_limit": ""})
+    with configured(torch_lab.cluster, HOMES[:2], {"copy_limit": LIMIT}):
+        yield torch_lab
 
 
 @pytest.mark.timeout(900)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.configuring import configured
 from integration.gpu_nodes import GpuCluster
 from integration.harness import PATIENCE_S, SHORT_LEASE, until
 from integration.job_device_memory import CONTEXT_MIB, ask, asking, holders, kill, sizes, snapshot_and_rollback, start
@@ -27,11 +28,8 @@ COPIER = "snapshotd.holder.copier"
 
 @pytest.fixture(scope="module")
 def holding_lab(fake_gpu_lab: GpuCluster) -> Iterator[GpuCluster]:
-    for node in (ONE, SPARE):
-        fake_gpu_lab.configure(node, {"hold_device_memory": True})
-    yield fake_gpu_lab
-    for node in (ONE, SPARE):
-        fake_gpu_lab.configure(node, {"hold_device_memory": False})
+    with configured(fake_gpu_lab.cluster, (ONE, SPARE), {"hold_device_memory": True}):
+        yield fake_gpu_lab
 
 
 @pytest.fixture

@@ -74,6 +74,13 @@ class Scratch:
             raise AssertionError(f"{error}\n{answer}\n{self.nodes.logs()}") from None
         return answer
 
+    def assert_changed(self, answer: dict[str, Any], change: str, action: str) -> str:
+        """A rollback has dealt with the rank's file alone, in this way. Returns the name of what is kept beside it."""
+        (changed,) = answer["changed_files"]
+        assert (changed["rank"], changed["path"]) == (0, str(self.file))
+        assert (changed["change"], changed["action"]) == (change, action)
+        return str(changed["beside"])
+
     def killed_at(self, point: Point, what: str) -> None:
         """Asks for it until the daemon is killed at a fault point, and does not wait for what becomes of it then."""
         self.nodes.fault(ONE, point, "kill")
@@ -150,9 +157,7 @@ def test_program_that_deletes_its_file_and_dies_is_rolled_back_although_daemons_
         assert scratch.file.stat().st_size > LARGE
         nodes.lab.start_daemon(ONE)
 
-    (changed,) = scratch.roll_back()["changed_files"]
-    assert (changed["rank"], changed["path"]) == (0, str(scratch.file))
-    assert (changed["change"], changed["action"], changed["beside"]) == ("deleted", "restored", "")
+    assert scratch.assert_changed(scratch.roll_back(), "deleted", "restored") == ""
     scratch.job.await_progress(3)
     scratch.assert_ends_well()
     assert [path.name for path in scratch.file.parent.iterdir()] == [scratch.file.name]
@@ -187,9 +192,8 @@ def test_small_file_comes_back_from_the_image_on_another_node(small: Scratch) ->
     small.fail("shorten")
     answer = small.ask("rollback", "--on", f"0={TWO}")
     assert [rank["node"] for rank in answer["ranks"]] == [TWO]
-    (changed,) = answer["changed_files"]
-    assert (changed["change"], changed["action"]) == ("shortened", "restored")
-    assert (small.file.parent / changed["beside"]).read_bytes() == small.file.read_bytes()[:3]
+    beside = small.assert_changed(answer, "shortened", "restored")
+    assert (small.file.parent / beside).read_bytes() == small.file.read_bytes()[:3]
     small.job.await_progress(3)
     small.assert_ends_well()
 
@@ -201,8 +205,7 @@ def test_rollback_is_refused_and_then_made_with_another_policy(scratch: Scratch)
     refused = scratch.ask("rollback", "--changed-files", "refuse", expect=11)
     assert f"{scratch.file} was replaced by another file since the snapshot" in refused["reason"]
     assert scratch.file.read_text() == "another file\n"
-    (changed,) = scratch.roll_back("--changed-files", "keep")["changed_files"]
-    assert (changed["change"], changed["action"]) == ("replaced", "kept")
+    scratch.assert_changed(scratch.roll_back("--changed-files", "keep"), "replaced", "kept")
     scratch.job.await_progress(3)
     content = scratch.file.read_bytes()
     assert content.startswith(b"another file\n\0\0"), "it writes where it was: the end of the file is far away"
@@ -226,9 +229,8 @@ def test_carried_file_that_has_changed_becomes_that_of_the_image(nodes: Cluster)
     scratch.snapshot()
     for what, change in (("shorten", "shortened"), ("replace", "replaced"), ("delete", "deleted")):
         scratch.fail(what)
-        (changed,) = scratch.ask("rollback")["changed_files"]
-        assert (changed["path"], changed["change"], changed["action"]) == (str(scratch.file), change, "restored")
-        assert bool(changed["beside"]) == (change != "deleted")
+        beside = scratch.assert_changed(scratch.ask("rollback"), change, "restored")
+        assert bool(beside) == (change != "deleted")
         scratch.job.await_progress(3)
     scratch.fail("replace")
     assert scratch.ask("rollback", "--on", f"0={TWO}")["changed_files"] == []
@@ -283,9 +285,8 @@ def test_files_are_put_back_with_the_rights_of_the_ranks_user_alone(nodes: Clust
         assert [path.name for path in folder.iterdir()] == [scratch.file.name], "root has made nothing there"
 
         os.chown(folder, scratch.USER_ID, scratch.USER_ID)
-        (changed,) = scratch.roll_back()["changed_files"]
-        assert (changed["change"], changed["action"]) == ("replaced", "restored")
-        assert os.readlink(folder / changed["beside"]) == str(roots)
+        beside = scratch.assert_changed(scratch.roll_back(), "replaced", "restored")
+        assert os.readlink(folder / beside) == str(roots)
         assert (roots.read_text(), roots.stat().st_uid) == ("of root\n", 0)
         assert scratch.file.stat().st_uid == scratch.USER_ID
         scratch.job.await_progress(3)

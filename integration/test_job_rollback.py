@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from integration.harness import MIGRATOR, Cluster, until
+from integration.protecting import protected
 from integration.torch_jobs import TorchJob, TorchLab, at_rest
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
@@ -39,24 +39,6 @@ def _snapshots(nodes: Cluster, job: str) -> list[dict[str, Any]]:
     """The snapshots that count."""
     listed = _job(nodes, "list", "--all")["jobs"]
     return [one for one in listed if (one["job"], one["kind"], one["state"]) == (job, "snapshot", "snapshot")]
-
-
-@contextmanager
-def _protected(job: TorchJob) -> Iterator[Path]:
-    """Runs `migrator protect`; yields the file with what it says."""
-    said = job.cluster.folder / f"{job.name}.protect"
-    with said.open("w") as out:
-        guard = subprocess.Popen(
-            [*MIGRATOR, "protect", job.name, "--every", "600", "--tries", "20"],
-            env=job.cluster.environment(),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        yield said
-    finally:
-        guard.kill()
-        guard.wait()
 
 
 @pytest.mark.timeout(900)
@@ -172,7 +154,7 @@ def test_protected_job_goes_on_after_the_node_of_its_coordinator_was_lost(torch_
     job = torch_lab.plain("ddp.py", "--pace-s", "0.3", "--until", "{end}", nodes=(ONE, TWO, ONE), name="orphaned")
     job.await_steps(5)
     nodes.move(job.agents[0], SPARE, rank=0)
-    with _protected(job) as said:
+    with protected(job.cluster, job.name) as said:
         until("the first snapshot", lambda: ", paused " in said.read_text())
         (known,) = _snapshots(nodes, job.name)
         assert known["coordinator"] == SPARE
@@ -254,7 +236,7 @@ def test_protection_waits_for_a_job_that_is_suspended_and_protects_it_when_it_is
     nodes = torch_lab.cluster
     job = torch_lab.plain("ddp.py", "--pace-s", "0.3", "--until", "{end}", nodes=(ONE, TWO), name="waits")
     job.await_steps(3)
-    with _protected(job) as said:
+    with protected(job.cluster, job.name) as said:
         until("the first snapshot", lambda: ", paused " in said.read_text())
         _job(nodes, "suspend", job.name)
         until("the protection to notice it", lambda: "the job is suspended" in said.read_text())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from integration.configuring import configured
 from integration.harness import Cluster
 from integration.test_moves import uninterrupted
 from tests.cli import chrome_trace
@@ -16,18 +16,8 @@ from tests.kernel import needs_page_scans
 
 @pytest.fixture
 def beside_criu(nodes: Cluster) -> Iterator[Cluster]:
-    _configure(nodes, True)
-    yield nodes
-    _configure(nodes, False)
-
-
-def _configure(nodes: Cluster, on: bool) -> None:
-    for node in ("node-1", "spare-1"):
-        path = nodes.lab.layout.node(node) / "snapshotd.toml"
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("send_beside_criu")]
-        path.write_text("\n".join([f"send_beside_criu = {json.dumps(on)}", *lines]) + "\n")
-        nodes.lab.kill_daemon(node)
-        nodes.lab.start_daemon(node)
+    with configured(nodes, ("node-1", "spare-1"), {"send_beside_criu": True}):
+        yield nodes
 
 
 @needs_page_scans

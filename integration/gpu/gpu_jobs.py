@@ -94,12 +94,7 @@ def hold_device_memory(nodes: Cluster, names: Sequence[str], *, on: bool, hand_o
     between nodes that share a GPU, as all of a lab do here: nothing that measures a transfer may set it."""
     keys = {"hold_device_memory": on, "hand_over_device_memory": hand_over}
     for node in names:
-        path = nodes.lab.layout.node(node) / "snapshotd.toml"
-        lines = [line for line in path.read_text().splitlines() if line.partition(" ")[0] not in keys]
-        added = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
-        path.write_text("\n".join([*added, *lines]) + "\n")
-        nodes.lab.kill_daemon(node)
-        nodes.lab.start_daemon(node)
+        nodes.configure(node, keys)
 
 
 # ---------------------------------------------------------------- undisturbed runs

@@ -7,39 +7,19 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from integration.gpu.gpu_jobs import GPT, ON_GPU, SOURCE, Training, needs_gpu, record, undisturbed_runs
-from integration.harness import MIGRATOR, Cluster, until
+from integration.harness import Cluster, until
+from integration.protecting import protected
 
 pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600), needs_gpu()]
 
 FOLDER = Path(__file__).parents[1] / ".work" / "gpu"
 FAILURE = "device-side assert" if ON_GPU else "IndexError"
 ROLLED_BACK = ", down "
-
-
-@contextmanager
-def _protected(nodes: Cluster, job: str) -> Iterator[Path]:
-    """Runs `migrator protect`; yields the file with what it says."""
-    said = nodes.folder / f"{job}.protect"
-    with said.open("w") as out:
-        guard = subprocess.Popen(
-            [*MIGRATOR, "protect", job, "--every", "600", "--tries", "20"],
-            env=nodes.environment(),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        yield said
-    finally:
-        guard.kill()
-        guard.wait()
 
 
 def _said(path: Path, text: str, times: int) -> bool:
@@ -54,7 +34,7 @@ def test_training_goes_on_after_its_cuda_context_was_lost(nodes: Cluster) -> Non
         alone = runs.want(flags, program=GPT)
         training = Training.start(nodes, "gpt", (*flags, "--break-file", str(broken)), program=GPT)
         training.await_steps(20)
-        with _protected(nodes, training.job.name) as said:
+        with protected(nodes, training.job.name) as said:
             until("the first snapshot", lambda: ", paused " in said.read_text(), 180)
             for times in (1, 2):
                 training.await_progress(30)

@@ -66,25 +66,23 @@ def _forget_login_id(core: Any) -> bool:
 
 def set_modes(folder: Path, modes: Mapping[str, int]) -> None:
     """Records the modes that files have on this node: criu refuses to restore a file whose mode differs."""
-    if not modes:
-        return
-    path = folder / "files.img"
-    files = image_entries.load(path, pb.file_entry)
-    for entry in files:
-        if entry.type == _REG and entry.reg.name in modes and entry.reg.HasField("mode"):
-            entry.reg.mode = modes[entry.reg.name]
-    image_entries.store(path, files)
+    _set(folder, "mode", modes)
 
 
 def set_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
     """Records the sizes that files have now: criu refuses to restore a file whose size differs."""
-    if not sizes:
+    _set(folder, "size", sizes)
+
+
+def _set(folder: Path, field: str, values: Mapping[str, int]) -> None:
+    """Sets a field of the entries of regular files, by name, where criu has recorded one."""
+    if not values:
         return
     path = folder / "files.img"
     files = image_entries.load(path, pb.file_entry)
     for entry in files:
-        if entry.type == _REG and entry.reg.name in sizes and entry.reg.HasField("size"):
-            entry.reg.size = sizes[entry.reg.name]
+        if entry.type == _REG and entry.reg.name in values and entry.reg.HasField(field):
+            setattr(entry.reg, field, values[entry.reg.name])
     image_entries.store(path, files)
 
 
