@@ -1,18 +1,23 @@
-"""Snapshots for which the nodes have no memory lie on their disks, and a job is rolled back from there."""
+"""Snapshots for which the nodes have no memory lie on their disks: a job is rolled back from there, and a disk that is full
+costs it a snapshot and nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from integration.gpu_nodes import GpuCluster
 from integration.harness import PATIENCE_S, Cluster, until
-from integration.job_device_memory import ask
-from integration.offloads import UNDONE
+from integration.job_device_memory import ask, asking, kill, sizes, start
+from integration.offloads import LARGE_MIB, MIB, UNDONE, part
 from integration.torch_jobs import TorchJob, TorchLab, at_rest
+from snapshotd.runtime.faults import Point
 from snapshotd.transport.image.store import MOVE_NAME
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -20,6 +25,8 @@ pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
 ONE, TWO = "node-1", "node-2"
 #: Of /run, which has the images: less than a rank of torch has.
 LITTLE = "96m"
+#: Room for the images of a rank and of its buddy, twice.
+DISK_BYTES = 4 << 30
 KEY = "snapshot_spill_dir"
 
 
@@ -41,6 +48,7 @@ def _inside(nodes: Cluster, node: str, *command: str) -> None:
 
 
 def _disk(nodes: Cluster, node: str) -> Path:
+    """The directory, as this process and the node see it unless something is mounted on it there."""
     folder = nodes.lab.layout.state / f"disk-{node}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
@@ -100,3 +108,99 @@ def test_job_without_memory_for_snapshots_is_rolled_back_from_disks(torch_lab: T
     torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
     until("the images to be removed with their job", lambda: not any(_images(disk) for disk in disks.values()))
     until("nothing to be left", lambda: not nodes.leftovers())
+
+
+@contextlib.contextmanager
+def _small_disk(nodes: Cluster, node: str) -> Iterator[Path]:
+    """A file system of its own on the disk's directory; its path for this process."""
+    folder, image = _disk(nodes, node), nodes.folder / "disk.img"
+    with image.open("wb") as file:
+        file.truncate(DISK_BYTES)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
+    if nodes.lab.spawn(node, ["mount", "-o", "loop", str(image), str(folder)]).wait(PATIENCE_S) != 0:
+        pytest.skip("no loop device for a small disk")
+    try:
+        yield Path(f"/proc/{nodes.lab.daemon_pid(node)}/root{folder}")
+    finally:
+        nodes.configure(node, {KEY: ""})
+        _inside(nodes, node, "umount", str(folder))
+        image.unlink()
+
+
+def _fill(folder: Path) -> Path:
+    """Takes all space that is left there, down to the last block."""
+    path = folder / "filling"
+    with path.open("ab") as file:
+        with contextlib.suppress(OSError):
+            while True:
+                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, 16 << 20)
+        with contextlib.suppress(OSError):
+            while os.write(file.fileno(), bytes(4096)):
+                pass
+    return path
+
+
+@pytest.mark.parametrize("point", [Point.BEFORE_DUMP, Point.COPYING])
+def test_disk_that_fills_up_in_a_snapshot_costs_only_that_snapshot(torch_lab: TorchLab, point: Point) -> None:
+    nodes = torch_lab.cluster
+    with _small_disk(nodes, TWO):
+        for node in (ONE, TWO):
+            nodes.configure(node, {KEY: str(_disk(nodes, node))})
+        disk = Path(f"/proc/{nodes.lab.daemon_pid(TWO)}/root{_disk(nodes, TWO)}")
+        job = torch_lab.plain("ddp.py", "--pace-s", "0.3", "--until", "{end}", nodes=(ONE, TWO), name="full")
+        job.await_steps(3)
+        first = ask(nodes, "snapshot", job.name)
+        kept = {path.name for path in _images(disk)}
+        assert len(kept) == 2
+        job.await_progress(2)
+        with asking(nodes, TWO, point, "wait", "snapshot", job.name) as asked:
+            filling = _fill(disk)
+        assert asked.code != 0, asked
+        assert "full" in asked.answer["reason"] or "No space left" in asked.answer["reason"], asked
+        job.await_progress(2)
+        assert _snapshots(nodes, job.name) == [first["record"]]
+        until("what there is of it to be removed", lambda: {path.name for path in _images(disk)} == kept)
+        filling.unlink()
+        ask(nodes, "rollback", job.name)
+        job.await_progress(2)
+        ask(nodes, "snapshot", job.name)
+        job.await_progress(2)
+        job.end.touch()
+        job.assert_whole()
+        torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
+        until("the images to be removed with their job", lambda: not _images(disk))
+    until("nothing to be left", lambda: not nodes.leftovers())
+
+
+@pytest.fixture
+def holding(fake_gpu_lab: GpuCluster) -> Iterator[GpuCluster]:
+    """A GPU whose memory has no room in that of the host."""
+    nodes = fake_gpu_lab.cluster
+    for node in (ONE, TWO):
+        _inside(nodes, node, "mount", "-o", f"remount,size={LARGE_MIB}m", "/run")
+        fake_gpu_lab.configure(node, {"hold_device_memory": True, KEY: str(_disk(nodes, node))})
+    yield fake_gpu_lab
+    for node in (ONE, TWO):
+        _inside(nodes, node, "mount", "-o", "remount,size=90%", "/run")
+        fake_gpu_lab.configure(node, {"hold_device_memory": False, KEY: ""})
+    fake_gpu_lab.reset()
+
+
+def test_held_device_memory_goes_to_the_disk_directly(holding: GpuCluster) -> None:
+    nodes, job = holding.cluster, start(holding)
+    disks = [_disk(nodes, node) for node in (ONE, TWO)]
+    answer = ask(nodes, "snapshot", job.name)
+    assert answer["ranks"][0]["copy"] == TWO
+    taken = sizes(answer)
+    assert LARGE_MIB * MIB <= taken["offload"] == taken["give-back"] == taken["save"], taken
+    assert taken["sync"] > LARGE_MIB * MIB
+    for disk in disks:
+        (image,) = _images(disk)
+        assert sum(path.stat().st_size for path in image.glob("device-*")) == taken["save"]
+    job.await_progress(3)
+    kill(holding, job)
+    back = ask(nodes, "rollback", job.name)
+    assert part(back, "refill")["bytes"] == taken["offload"]
+    job.await_progress(3)
+    holding.ends_well(job)
+    until("the images to be removed with their job", lambda: not any(map(_images, disks)))

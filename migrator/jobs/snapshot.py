@@ -115,7 +115,7 @@ class Snapshot(Suspension):
         return Full(
             f"{node} is to keep {len(ranks)} of the copies ({each_has}here of rank {', '.join(ranks)}), beside those of the"
             f" snapshot before: {error.message}",
-            remedy="free memory on that node, or add nodes" + (", or ask for fewer --copies" if count > 1 else ""),
+            remedy=f"{error.advice}, or add nodes" + (", or ask for fewer --copies" if count > 1 else ""),
             where=Where.UNTOUCHED,
         )
 

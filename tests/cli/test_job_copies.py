@@ -170,6 +170,7 @@ async def test_node_without_room_is_named_with_the_arithmetic() -> None:
     )
     assert "needs 40 MiB for its images, 30 MiB are free" in said
     assert "fewer --copies" in caught.value.advice
+    assert caught.value.advice.startswith(Full.remedy), "what the node says"
     await run.close()
 
 

@@ -119,7 +119,10 @@ async def _look(node: Node, entry: RankEntry, pids: list[int], *, moves: bool) -
         await in_thread(node.store.dropped)
         window_bytes = window.source_bytes(facts.gpu.held_stripes, facts.gpu.slot_bytes)
         files_bytes = min(offloaded_bytes, window_bytes or offloaded_bytes)
-        more.append(preflight.offload_room(files_bytes, await in_thread(node.store.room_bytes)))
+        room_bytes = await in_thread(node.store.room_bytes)
+        if not moves and config.hold_device_memory:  # a snapshot's go to the disk then
+            room_bytes = max(room_bytes, await in_thread(node.store.disk_room_bytes))
+        more.append(preflight.offload_room(files_bytes, room_bytes))
     return Looked(facts, [*checks, *more], scope)
 
 

@@ -31,9 +31,7 @@ KEY = "snapshot_spill_dir"
 #: The boot by which the images were made. The daemon that uses the directory has a lock on it.
 _BOOT = ".boot"
 _NOT_OURS = {_BOOT, "lost+found"}
-_REMEDY = (
-    f"free memory on that node, or set {KEY} in its snapshotd.toml: what has no room in memory then lies on a disk"
-)
+_REMEDY = f"free memory on that node, or set {KEY} in its snapshotd.toml, so that what has no room lies on a disk"
 
 
 def problem(folder: Path) -> str:
