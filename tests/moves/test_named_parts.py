@@ -19,7 +19,7 @@ from snapshotd.moves.record import Begin
 from snapshotd.moves.record_parts import ImageCopy, JobPart
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.target import copies
-from snapshotd.transport.image.store import ImageStore
+from snapshotd.transport.image.spill import SpillingStore
 
 RECORD, COPY, MINE, VICTIM = (f"m-{number:012x}" for number in (1, 2, 3, 4))
 PART = JobPart("night-1-00000001", 1, MINE, "node-1", "e", copy=COPY, copy_node="node-2", copy_endpoint="e")
@@ -36,7 +36,7 @@ class Buddy:
         self.record.mark(Mark.BEGUN, participants=[PART])
         self.names = names
         self.images = folder / "images"
-        self.journal, self.store = Journal(folder / "state"), ImageStore(self.images)
+        self.journal, self.store = Journal(folder / "state"), SpillingStore(self.images)
         config = SimpleNamespace(node="node-2", advertise="e")
         self.node: Any = SimpleNamespace(config=config, journal=self.journal, store=self.store, client=self._client)
 
@@ -75,7 +75,7 @@ class Buddy:
         image = self.images / VICTIM
         image.mkdir(parents=True)
         (image / ".sealed").write_text("[]")
-        self.node.store = ImageStore(self.images)
+        self.node.store = SpillingStore(self.images)
         return image
 
 
