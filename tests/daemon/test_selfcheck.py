@@ -117,7 +117,7 @@ def test_a_port_that_is_taken_and_a_criu_that_fails_are_both_named(place: Place)
     assert {name for name, state in states.items() if state == "failed"} == {"criu", "network"}
     assert "check: Error (criu/kerndat.c): no such feature" in output
     assert f"127.0.0.1:{place.port}" in output
-    assert "2 of 11 checks failed: criu, network" in output
+    assert "2 of 12 checks failed: criu, network" in output
     assert output.count("remedy: ") >= 3
 
 
