@@ -12,17 +12,11 @@ from typing import Any
 
 from integration.gpu_nodes import GpuCluster
 from integration.harness import MIGRATOR, PATIENCE_S, Asked, Cluster, Job, until
+from integration.job_commands import ask
 from integration.offloads import LARGE, LARGE_MIB, MIB, part
 
 #: What the fake driver's own memory takes for each process, and a little more for small allocations.
 CONTEXT_MIB = 64 + 2
-
-
-def ask(nodes: Cluster, *arguments: str, expect: int = 0) -> dict[str, Any]:
-    done = nodes.migrator("job", *arguments, "--json")
-    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{nodes.logs()}"
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
 
 
 @contextlib.contextmanager

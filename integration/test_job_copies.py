@@ -12,6 +12,7 @@ import pytest
 
 from integration.configuring import configured
 from integration.harness import MIGRATOR, Cluster, until
+from integration.job_commands import ask
 from integration.torch_jobs import HOMES, TorchLab, at_rest
 from snapshotd.transport.pace import BURST_S
 
@@ -29,13 +30,6 @@ def torch_lab(wide_lab: Cluster) -> Iterator[TorchLab]:
         yield lab
 
 
-def _job(nodes: Cluster, *arguments: str) -> dict[str, Any]:
-    done = nodes.migrator("job", *arguments, "--json")
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{nodes.logs()}"
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
 def _assert_found(snapshot: dict[str, Any]) -> None:
     """The nodes of the copies had the frozen weights of all ranks, and the rest was sent, with digests."""
     frozen_bytes = (FROZEN_MIB << 20) - PAGE_BYTES  # they begin within a page
@@ -50,10 +44,10 @@ def test_replicas_are_not_sent_and_a_job_is_rolled_back_from_such_copies(torch_l
     job = torch_lab.plain("ddp.py", *workload, "--pace-s", "0.3", "--until", "{end}", nodes=HOMES, name="replicas")
     job.await_steps(3)
     nodes.move(job.agents[0], SPARE, rank=1)  # its launcher outlives its node
-    first = _job(nodes, "snapshot", job.name)
+    first = ask(nodes, "snapshot", job.name)
     _assert_found(first)
     job.await_progress(2)
-    second = _job(nodes, "snapshot", job.name)
+    second = ask(nodes, "snapshot", job.name)
     _assert_found(second)
     assert second["found_bytes"] > first["found_bytes"], "each rank's copy of before has what it did not change"
     (copy,) = [rank["copy"] for rank in second["ranks"] if rank["node"] == SPARE]
@@ -62,7 +56,7 @@ def test_replicas_are_not_sent_and_a_job_is_rolled_back_from_such_copies(torch_l
 
     nodes.lab.crash(SPARE)
     try:
-        answer = _job(nodes, "rollback", job.name, "--lost", SPARE)
+        answer = ask(nodes, "rollback", job.name, "--lost", SPARE)
         assert SPARE not in {rank["node"] for rank in answer["ranks"]}
         job.await_progress(2)
     finally:
@@ -108,7 +102,7 @@ def test_copies_keep_to_their_limit_until_something_waits_for_them(limited: Torc
     assert _copy_s(lifted) < lifted["copied_bytes"] / len(homes) / LIMIT_BYTES_PER_S, "faster than the limit allows"
 
     job.await_progress(2)
-    kept = _job(nodes, "snapshot", job.name)
+    kept = ask(nodes, "snapshot", job.name)
     assert [part["name"] for part in kept["parts"] if part["name"] == "limit"] == ["limit"], kept
     least_bytes = kept["copied_bytes"] / len(homes) - CHUNK_BYTES  # before the last chunk of the slower node
     assert _copy_s(kept) > least_bytes / LIMIT_BYTES_PER_S - BURST_S, kept

@@ -16,7 +16,8 @@ import pytest
 from integration.configuring import configured
 from integration.gpu_nodes import GpuCluster
 from integration.harness import PATIENCE_S, SHORT_LEASE, until
-from integration.job_device_memory import CONTEXT_MIB, ask, asking, holders, kill, sizes, snapshot_and_rollback, start
+from integration.job_commands import ask
+from integration.job_device_memory import CONTEXT_MIB, asking, holders, kill, sizes, snapshot_and_rollback, start
 from integration.offloads import LARGE_MIB, MIB, UNDONE, children, part
 from snapshotd.runtime.faults import Point
 

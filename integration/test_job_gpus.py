@@ -10,7 +10,8 @@ import pytest
 
 from integration.gpu_nodes import GpuCluster
 from integration.harness import until
-from integration.job_device_memory import CONTEXT_MIB, ask, sizes, snapshot_and_rollback, start
+from integration.job_commands import ask
+from integration.job_device_memory import CONTEXT_MIB, sizes, snapshot_and_rollback, start
 from integration.offloads import LARGE, LARGE_MIB, MIB, UNDONE, part
 from snapshotd.runtime.faults import Point
 

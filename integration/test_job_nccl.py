@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import subprocess
-from typing import Any
 
 import pytest
 
 from integration.gpu_nodes import GpuCluster
 from integration.harness import MIGRATOR, PATIENCE_S, Cluster, until
+from integration.job_commands import ask
 from integration.nccl_nodes import NcclJob, unsettled
 from snapshotd.runtime.faults import Point
 
@@ -20,13 +20,6 @@ pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 ONE, TWO, THREE, SPARE = "node-1", "node-2", "node-3", "spare-1"
 UNDONE = 11
-
-
-def _job(nodes: Cluster, *arguments: str, expect: int = 0) -> dict[str, Any]:
-    done = nodes.migrator("job", *arguments, "--json", timeout_s=2 * PATIENCE_S)
-    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{nodes.logs()}"
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
 
 
 def _processes(nodes: Cluster, job: NcclJob) -> list[int]:
@@ -44,35 +37,35 @@ def test_nccl_job_is_suspended_resumed_snapshotted_and_rolled_back(nodes: Cluste
     job.await_lines(5)
 
     nodes.fault(TWO, Point.FREEZE, "fail")
-    answer = _job(nodes, "suspend", name, expect=UNDONE)
+    answer = ask(nodes, "suspend", name, expect=UNDONE)
     assert answer["state"] == "running, as before", answer
     job.await_progress()
 
-    answer = _job(nodes, "suspend", name)
+    answer = ask(nodes, "suspend", name)
     assert {"quiesce", "detach"} <= {phase["name"] for phase in answer["phases"]}
     assert _processes(nodes, job) == []
-    _job(nodes, "resume", name, "--on", f"1={SPARE}", "--on", f"2={ONE}")
+    ask(nodes, "resume", name, "--on", f"1={SPARE}", "--on", f"2={ONE}")
     job.await_progress()
 
     nodes.fault(TWO, Point.ATTACHING, "kill")  # a daemon dies when the ranks have gone on behind their gates
-    answer = _job(nodes, "snapshot", name, expect=UNDONE)
+    answer = ask(nodes, "snapshot", name, expect=UNDONE)
     assert answer["state"].startswith("running, as before"), answer
     nodes.lab.start_daemon(TWO, timeout_s=PATIENCE_S)
     job.await_progress()
     until("the coordinator to settle its record", lambda: not unsettled(nodes))
-    answer = _job(nodes, "snapshot", name)
+    answer = ask(nodes, "snapshot", name)
     assert {"quiesce", "detach", "reattach"} <= {phase["name"] for phase in answer["phases"]}
     job.await_progress()
     os.kill(_processes(nodes, job)[0], signal.SIGKILL)
     nodes.fault(SPARE, Point.ATTACHING, "kill")  # the first attempt to resume fails
-    _job(nodes, "rollback", name, expect=UNDONE)
+    ask(nodes, "rollback", name, expect=UNDONE)
     nodes.lab.start_daemon(SPARE, timeout_s=PATIENCE_S)
     until("the second attempt, when the first is cleaned up", lambda: _rolls_back(nodes, name), 4 * PATIENCE_S)
     job.await_progress()
     assert all(rank.process.poll() is None for rank in job.ranks), "the launchers notice nothing"
 
     nodes.lab.crash(SPARE)
-    _job(nodes, "rollback", name, "--lost", SPARE)
+    ask(nodes, "rollback", name, "--lost", SPARE)
     job.await_progress()
     nodes.lab.boot(SPARE)
     assert len(_processes(nodes, job)) == 4
@@ -87,11 +80,11 @@ def test_tensor_pipeline_and_data_parallel_job_is_rolled_back_after_two_ranks_we
     job = NcclJob(wide, [ONE, ONE, ONE, TWO, TWO, TWO, THREE, THREE], shape="grid")
     name = job.ranks[0].name
     job.await_lines(3)
-    _job(wide, "snapshot", name)
+    ask(wide, "snapshot", name)
     job.await_progress()
     for pid in _processes(wide, job)[:2]:
         os.kill(pid, signal.SIGKILL)
-    answer = _job(wide, "rollback", name, "--on", f"7={SPARE}")
+    answer = ask(wide, "rollback", name, "--on", f"7={SPARE}")
     assert {rank["rank"]: rank["node"] for rank in answer["ranks"]}[7] == SPARE
     job.await_progress()
     assert len(_processes(wide, job)) == 8
@@ -107,9 +100,9 @@ def test_nccl_job_with_device_memory_is_rolled_back_after_a_rank_was_killed_duri
     name = job.ranks[0].name
     job.await_lines(3)
     lab.nodes[TWO].fault("checkpoint", "fail:CUDA_ERROR_UNKNOWN")
-    assert _job(nodes, "snapshot", name, expect=UNDONE)["state"].startswith("running, as before")
+    assert ask(nodes, "snapshot", name, expect=UNDONE)["state"].startswith("running, as before")
     job.await_progress()
-    _job(nodes, "snapshot", name)
+    ask(nodes, "snapshot", name)
     job.await_progress()
     nodes.fault(ONE, Point.BEFORE_ATTACH, "wait")
     command = [*MIGRATOR, "job", "snapshot", name, "--json"]
@@ -121,7 +114,7 @@ def test_nccl_job_with_device_memory_is_rolled_back_after_a_rank_was_killed_duri
         out, _ = asked.communicate(timeout=2 * PATIENCE_S)
     assert asked.returncode == UNDONE, f"{out}\n{nodes.logs()}"
     assert "never built again" in json.loads(out)["reason"], out
-    _job(nodes, "rollback", name, "--on", f"1={SPARE}")
+    ask(nodes, "rollback", name, "--on", f"1={SPARE}")
     job.await_progress()
     until("rank 1 on the GPU of the spare", lambda: lab.used_bytes(SPARE) > 8 << 20)
     job.ends_well(failed_once=True)

@@ -9,11 +9,11 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from integration.harness import MIGRATOR, Cluster, until
+from integration.job_commands import ask, snapshots
 from integration.protecting import protected
 from integration.torch_jobs import TorchJob, TorchLab, at_rest
 
@@ -28,42 +28,29 @@ def torch_lab(plain_lab: Cluster) -> Iterator[TorchLab]:
         yield lab
 
 
-def _job(nodes: Cluster, *arguments: str, expect: int = 0) -> dict[str, Any]:
-    done = nodes.migrator("job", *arguments, "--json")
-    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{nodes.logs()}"
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
-def _snapshots(nodes: Cluster, job: str) -> list[dict[str, Any]]:
-    """The snapshots that count."""
-    listed = _job(nodes, "list", "--all")["jobs"]
-    return [one for one in listed if (one["job"], one["kind"], one["state"]) == (job, "snapshot", "snapshot")]
-
-
 @pytest.mark.timeout(900)
 def test_ddp_job_is_rolled_back_onto_another_node_after_its_node_was_lost(torch_lab: TorchLab) -> None:
     nodes = torch_lab.cluster
     job = torch_lab.plain("ddp.py", "--pace-s", "0.05", "--until", "{end}", nodes=(ONE, TWO), name="rolled")
     job.await_steps(5)
 
-    first = _job(nodes, "snapshot", job.name)
+    first = ask(nodes, "snapshot", job.name)
     assert [(rank["rank"], rank["node"], rank["copy"]) for rank in first["ranks"]] == [(0, ONE, TWO), (1, TWO, ONE)]
     job.await_progress(3)
-    _job(nodes, "rollback", job.name)  # of a job that is well: its processes end, and it goes on from the images
+    ask(nodes, "rollback", job.name)  # of a job that is well: its processes end, and it goes on from the images
     assert len(nodes.processes_of(str(job.end))) == 2
     job.await_progress(3)
     assert all(agent.process.poll() is None for agent in job.agents), "the launchers notice nothing"
 
     nodes.move(job.agents[0], SPARE, rank=1)
-    second = _job(nodes, "snapshot", job.name)
+    second = ask(nodes, "snapshot", job.name)
     until(
         "the second snapshot to replace the first",
-        lambda: [one["record"] for one in _snapshots(nodes, job.name)] == [second["record"]],
+        lambda: [one["record"] for one in snapshots(nodes, job.name)] == [second["record"]],
     )
     job.await_progress(3)
     nodes.lab.crash(SPARE)
-    answer = _job(nodes, "rollback", job.name, "--lost", SPARE)
+    answer = ask(nodes, "rollback", job.name, "--lost", SPARE)
     assert {rank["rank"]: rank["node"] for rank in answer["ranks"]} == {0: ONE, 1: TWO}
     job.await_progress(3)
     nodes.lab.boot(SPARE)
@@ -73,7 +60,7 @@ def test_ddp_job_is_rolled_back_onto_another_node_after_its_node_was_lost(torch_
     job.end.touch()
     job.assert_whole()
     torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
-    until("the snapshot to be removed with its job", lambda: _snapshots(nodes, job.name) == [])
+    until("the snapshot to be removed with its job", lambda: snapshots(nodes, job.name) == [])
     until("nothing to be left", lambda: not nodes.leftovers())
 
 
@@ -125,7 +112,7 @@ def test_protected_ddp_job_goes_on_after_a_rank_was_killed_and_a_node_lost(torch
         assert list(file.parent.glob(f"{file.name}.rolled-back-m-*")), "what was cut off is kept"
     torch_lab.run_options = ()
     torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
-    until("the snapshot to be removed with its job", lambda: _snapshots(nodes, job.name) == [])
+    until("the snapshot to be removed with its job", lambda: snapshots(nodes, job.name) == [])
     until("nothing to be left", lambda: not nodes.leftovers())
 
 
@@ -156,7 +143,7 @@ def test_protected_job_goes_on_after_the_node_of_its_coordinator_was_lost(torch_
     nodes.move(job.agents[0], SPARE, rank=0)
     with protected(job.cluster, job.name) as said:
         until("the first snapshot", lambda: ", paused " in said.read_text())
-        (known,) = _snapshots(nodes, job.name)
+        (known,) = snapshots(nodes, job.name)
         assert known["coordinator"] == SPARE
         nodes.lab.crash(SPARE)  # a snapshot that is reported can be used at once, whichever node is lost
         until("the rollback", lambda: ", down " in said.read_text(), 300)
@@ -165,20 +152,20 @@ def test_protected_job_goes_on_after_the_node_of_its_coordinator_was_lost(torch_
         nodes.lab.boot(SPARE)
         until(
             "the former coordinator to learn of its successor",
-            lambda: [one["coordinator"] for one in _snapshots(nodes, job.name)] == [TWO],
+            lambda: [one["coordinator"] for one in snapshots(nodes, job.name)] == [TWO],
         )
         assert len(nodes.processes_of(str(job.end))) == 3
 
     for rank in (0, 1):  # from the node that coordinates the job since
         nodes.move(job.agents[0], SPARE, rank=rank)
-    second = _job(nodes, "snapshot", job.name)
+    second = ask(nodes, "snapshot", job.name)
     assert second["coordinator"] == SPARE, "the node that has no rank of the job any more may be switched off"
-    _job(nodes, "rollback", job.name)
+    ask(nodes, "rollback", job.name)
     job.await_progress(3)
     job.end.touch()
     job.assert_whole()
     torch_lab.assert_as_undisturbed(job, "ddp.py", world=3)
-    until("the snapshots to be removed with their job", lambda: _snapshots(nodes, job.name) == [])
+    until("the snapshots to be removed with their job", lambda: snapshots(nodes, job.name) == [])
     until("nothing to be left", lambda: not nodes.leftovers())
 
 
@@ -238,14 +225,14 @@ def test_protection_waits_for_a_job_that_is_suspended_and_protects_it_when_it_is
     job.await_steps(3)
     with protected(job.cluster, job.name) as said:
         until("the first snapshot", lambda: ", paused " in said.read_text())
-        _job(nodes, "suspend", job.name)
+        ask(nodes, "suspend", job.name)
         until("the protection to notice it", lambda: "the job is suspended" in said.read_text())
-        _job(nodes, "resume", job.name, "--on", f"1={SPARE}")
+        ask(nodes, "resume", job.name, "--on", f"1={SPARE}")
         until("a snapshot of the resumed job", lambda: said.read_text().count(", paused ") == 2, 240)
         text = said.read_text()
         assert "the job was resumed" in text
         assert "rolling the job back" not in text, text
-        assert len(_snapshots(nodes, job.name)) >= 1
+        assert len(snapshots(nodes, job.name)) >= 1
         job.await_progress(2)
         job.end.touch()
         job.assert_whole()

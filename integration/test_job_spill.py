@@ -14,7 +14,8 @@ import pytest
 
 from integration.gpu_nodes import GpuCluster
 from integration.harness import PATIENCE_S, Cluster, until
-from integration.job_device_memory import ask, asking, kill, sizes, start
+from integration.job_commands import ask, snapshots
+from integration.job_device_memory import asking, kill, sizes, start
 from integration.offloads import LARGE_MIB, MIB, UNDONE, part
 from integration.torch_jobs import TorchJob, TorchLab, at_rest
 from snapshotd.runtime.faults import Point
@@ -58,11 +59,6 @@ def _images(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if MOVE_NAME.fullmatch(path.name)]
 
 
-def _snapshots(nodes: Cluster, job: str) -> list[str]:
-    listed = ask(nodes, "list", "--all")["jobs"]
-    return [one["record"] for one in listed if (one["job"], one["state"]) == (job, "snapshot")]
-
-
 def _rank_1(nodes: Cluster, job: TorchJob) -> int:
     ranks = nodes.processes_of(str(job.end))
     (one,) = [pid for pid in ranks if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
@@ -101,7 +97,10 @@ def test_job_without_memory_for_snapshots_is_rolled_back_from_disks(torch_lab: T
     job.await_progress(2)
 
     taken = ask(nodes, "snapshot", job.name)
-    until("it to replace the one before", lambda: _snapshots(nodes, job.name) == [taken["record"]])
+    until(
+        "it to replace the one before",
+        lambda: [one["record"] for one in snapshots(nodes, job.name)] == [taken["record"]],
+    )
     until("the images of that to be removed", lambda: all(len(_images(disk)) == 2 for disk in disks.values()))
     job.end.touch()
     assert job.finish() == [0, 0], f"{job.text()}\n{nodes.logs()}"
@@ -118,7 +117,7 @@ def _small_disk(nodes: Cluster, node: str) -> Iterator[Path]:
         file.truncate(DISK_BYTES)
     subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
     if nodes.lab.spawn(node, ["mount", "-o", "loop", str(image), str(folder)]).wait(PATIENCE_S) != 0:
-        pytest.skip("no loop device for a small disk")
+        pytest.skip("needs a loop device, for a small disk")
     try:
         yield Path(f"/proc/{nodes.lab.daemon_pid(node)}/root{folder}")
     finally:
@@ -158,7 +157,7 @@ def test_disk_that_fills_up_in_a_snapshot_costs_only_that_snapshot(torch_lab: To
         assert asked.code != 0, asked
         assert "full" in asked.answer["reason"] or "No space left" in asked.answer["reason"], asked
         job.await_progress(2)
-        assert _snapshots(nodes, job.name) == [first["record"]]
+        assert [one["record"] for one in snapshots(nodes, job.name)] == [first["record"]]
         until("what there is of it to be removed", lambda: {path.name for path in _images(disk)} == kept)
         filling.unlink()
         ask(nodes, "rollback", job.name)

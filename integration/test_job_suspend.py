@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from integration.harness import MIGRATOR, PATIENCE_S, WORKLOADS, Cluster, Job, everything_below, until
+from integration.job_commands import ask
 from integration.torch_jobs import TorchJob, TorchLab, at_rest
 from snapshotd.runtime.faults import Point
 from tests.sampling import Sampler
@@ -31,13 +32,6 @@ def torch_lab(plain_lab: Cluster) -> Iterator[TorchLab]:
         yield lab
 
 
-def _job(nodes: Cluster, *arguments: str, expect: int = 0) -> dict[str, Any]:
-    done = nodes.migrator("job", *arguments, "--json")
-    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{nodes.logs()}"
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
 def _images(nodes: Cluster) -> list[Path]:
     """All files and folders of suspended ranks."""
     state = nodes.lab.layout.state
@@ -48,7 +42,7 @@ def _settled(nodes: Cluster) -> str:
     """Waits until all nodes have carried out what the coordinators have recorded: "running" or "suspended"."""
 
     def ended() -> list[dict[str, Any]] | None:
-        jobs: list[dict[str, Any]] = _job(nodes, "list", "--all")["jobs"]
+        jobs: list[dict[str, Any]] = ask(nodes, "list", "--all")["jobs"]
         return jobs if all(job["ended_unix_s"] for job in jobs) else None
 
     return "suspended" if any(job["suspended"] for job in until("all records to end", ended)) else "running"
@@ -107,7 +101,7 @@ class _Faults:
     def bring_to(self, state: str) -> None:
         """Suspends the job, or resumes it with rank 1 on node-2, if it is not in that state."""
         if _settled(self.nodes) != state:
-            _job(self.nodes, *(("suspend", self.job.name) if state == "suspended" else ("resume", self.job.name)))
+            ask(self.nodes, *(("suspend", self.job.name) if state == "suspended" else ("resume", self.job.name)))
 
     def suspended(self) -> None:
         assert self.nodes.processes_of(str(self.job.end)) == [], self.nodes.logs()
@@ -122,15 +116,15 @@ class _Faults:
 def _suspend_and_resume_undisturbed(nodes: Cluster, job: TorchJob) -> None:
     ranks = {row["pid"] for row in nodes.ps(job.agents[0])}
     assert ranks <= set(nodes.processes_of(str(job.end)))
-    answer = _job(nodes, "suspend", job.name)
+    answer = ask(nodes, "suspend", job.name)
     assert [(rank["rank"], rank["node"]) for rank in answer["ranks"]] == [(0, ONE), (1, TWO)]
     assert ranks & set(nodes.processes_of(str(job.end))) == set(), "the processes of the ranks are gone"
     assert {(row["rank"], row["place"]) for row in nodes.ps(job.agents[0])} == {(0, "suspended"), (1, "suspended")}
-    assert _job(nodes, "list")["jobs"][0]["state"] == "suspended"
-    assert _job(nodes, "suspend", job.name, expect=23)["error"] == "wrong-state"
+    assert ask(nodes, "list")["jobs"][0]["state"] == "suspended"
+    assert ask(nodes, "suspend", job.name, expect=23)["error"] == "wrong-state"
     assert nodes.move(job.agents[0], SPARE, expect=23)["error"] == "wrong-state"
     assert all(agent.process.poll() is None for agent in job.agents), "the launchers notice nothing"
-    _job(nodes, "resume", job.name, "--on", f"1={SPARE}")
+    ask(nodes, "resume", job.name, "--on", f"1={SPARE}")
     job.await_progress(3)
     assert job.where() == {0: ONE, 1: SPARE}
 
@@ -190,13 +184,13 @@ def _give_up_a_job(nodes: Cluster) -> None:
     job = nodes.workload(ONE, "chain.py")
     job.await_lines(3)
     nodes.move(job, SPARE)
-    _job(nodes, "suspend", job.name)
-    listed = next(one for one in _job(nodes, "list")["jobs"] if one["job"] == job.name)
+    ask(nodes, "suspend", job.name)
+    listed = next(one for one in ask(nodes, "list")["jobs"] if one["job"] == job.name)
     assert (listed["state"], listed["rank_count"]) == ("suspended", 1)
     assert listed["image_bytes"] > 0
     nodes.lab.kill_daemon(ONE)
-    assert _job(nodes, "drop", job.name, "--yes", expect=12)["error"] == "unreachable", "it may know another such job"
-    assert _job(nodes, "drop", listed["record"], "--yes")["waiting_for"] == []
+    assert ask(nodes, "drop", job.name, "--yes", expect=12)["error"] == "unreachable", "it may know another such job"
+    assert ask(nodes, "drop", listed["record"], "--yes")["waiting_for"] == []
     assert job.process.poll() is None
     nodes.lab.start_daemon(ONE, timeout_s=PATIENCE_S)
     assert job.finish() == -signal.SIGKILL, nodes.logs()
@@ -205,7 +199,7 @@ def _give_up_a_job(nodes: Cluster) -> None:
 
 def _resume_with_a_copy_that_dies_before_it_runs(nodes: Cluster, job: Job) -> None:
     """The resumption is committed. Then it is taken back, and the job can be resumed again from the same image."""
-    _job(nodes, "suspend", job.name)
+    ask(nodes, "suspend", job.name)
     nodes.fault(TWO, Point.BEFORE_ACTIVATE, "kill")
     command = [*MIGRATOR, "job", "resume", job.name, "--on", f"0={TWO}", "--lease", "10", "--json"]
     with subprocess.Popen(command, env=nodes.environment(), stdout=subprocess.PIPE, text=True) as asked:
@@ -219,22 +213,22 @@ def _resume_with_a_copy_that_dies_before_it_runs(nodes: Cluster, job: Job) -> No
     assert json.loads(out)["outcome"] == "undone", f"{out}\n{nodes.logs()}"
     assert _settled(nodes) == "suspended", nodes.logs()
     assert job.process.poll() is None, "the launcher notices nothing"
-    _job(nodes, "resume", job.name)
+    ask(nodes, "resume", job.name)
     job.await_progress(2)
 
 
 def test_single_rank_is_suspended_resumed_where_it_was_and_moved(nodes: Cluster) -> None:
     job = nodes.workload(ONE, "chain.py")
     job.await_lines(3)
-    _job(nodes, "suspend", job.name)
+    ask(nodes, "suspend", job.name)
     lines = job.lines()
-    _job(nodes, "resume", job.name)
+    ask(nodes, "resume", job.name)
     job.await_lines(len(lines) + 3)
     _resume_with_a_copy_that_dies_before_it_runs(nodes, job)
     nodes.move(job, SPARE)
     job.await_progress(2)
-    _job(nodes, "suspend", job.name)  # its home keeper is on another node now
-    _job(nodes, "resume", job.name, "--on", f"0={TWO}")
+    ask(nodes, "suspend", job.name)  # its home keeper is on another node now
+    ask(nodes, "resume", job.name, "--on", f"0={TWO}")
     job.await_progress(2)
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == 0, nodes.logs()

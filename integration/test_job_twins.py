@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from integration.harness import PATIENCE_S, SHORT_LEASE, Cluster, Job, until
-from integration.job_device_memory import ask, asking
+from integration.job_commands import ask
+from integration.job_device_memory import asking
 from integration.offloads import UNDONE
 from snapshotd.runtime.faults import Point
 from tests.kernel import needs_page_scans

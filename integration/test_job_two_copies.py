@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from integration.harness import MIGRATOR, Cluster, until
+from integration.job_commands import ask, snapshots
 from integration.torch_jobs import HOMES, TorchLab, at_rest
 from snapshotd.api.errors import Refused
 from snapshotd.runtime.faults import Point
@@ -28,19 +29,6 @@ COPIES = ("--copies", "2")
 def torch_lab(wide_lab: Cluster) -> Iterator[TorchLab]:
     with at_rest(wide_lab) as lab:
         yield lab
-
-
-def _job(nodes: Cluster, *arguments: str, expect: int = 0) -> dict[str, Any]:
-    done = nodes.migrator("job", *arguments, "--json")
-    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{nodes.logs()}"
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
-def _snapshots(nodes: Cluster, job: str) -> list[dict[str, Any]]:
-    """Those that count."""
-    listed = _job(nodes, "list", "--all")["jobs"]
-    return [one for one in listed if (one["job"], one["kind"], one["state"]) == (job, "snapshot", "snapshot")]
 
 
 def _copies(snapshot: dict[str, Any]) -> dict[int, list[str]]:
@@ -62,7 +50,7 @@ def test_job_goes_on_after_a_rank_and_its_first_buddy_were_lost_together(torch_l
         guard = subprocess.Popen(protect, env=nodes.environment(), stdout=out, stderr=subprocess.STDOUT)
     try:
         until("the first snapshot", lambda: ", paused " in said.read_text())
-        (known,) = _snapshots(nodes, job.name)
+        (known,) = snapshots(nodes, job.name)
         assert _copies(known) == {0: [FOUR, ONE], 1: [THREE, TWO]}
         assert known["coordinator"] == THREE
         job.await_progress(2)
@@ -78,13 +66,13 @@ def test_job_goes_on_after_a_rank_and_its_first_buddy_were_lost_together(torch_l
             nodes.lab.boot(node)
     until(
         "the job to be coordinated elsewhere",
-        lambda: [one["coordinator"] for one in _snapshots(nodes, job.name)] == [ONE],
+        lambda: [one["coordinator"] for one in snapshots(nodes, job.name)] == [ONE],
     )
     assert len(nodes.processes_of(str(job.end))) == 2
     job.end.touch()
     job.assert_whole()
     torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
-    until("the snapshot to be removed with its job", lambda: _snapshots(nodes, job.name) == [])
+    until("the snapshot to be removed with its job", lambda: snapshots(nodes, job.name) == [])
     until("nothing to be left", lambda: not nodes.leftovers())
 
 
@@ -93,10 +81,10 @@ def test_snapshot_counts_with_all_copies_only_and_unreachable_buddies_are_replac
     nodes = torch_lab.cluster
     job = torch_lab.plain("ddp.py", "--pace-s", "2", "--until", "{end}", nodes=(ONE, TWO), name="counts")
     job.await_steps(3)
-    refused = _job(nodes, "snapshot", job.name, "--copies", "5", expect=Refused.exit_code)
+    refused = ask(nodes, "snapshot", job.name, "--copies", "5", expect=Refused.exit_code)
     nodes_named = ", ".join(sorted(nodes.lab.nodes))
     assert f"need 6 nodes, and 5 answer: {nodes_named}. --copies 4 is possible now" in refused["reason"]
-    first = _job(nodes, "snapshot", job.name, *COPIES)
+    first = ask(nodes, "snapshot", job.name, *COPIES)
     assert _copies(first) == {0: [TWO, THREE], 1: [ONE, FOUR]}
     job.await_progress(2)
 
@@ -105,19 +93,19 @@ def test_snapshot_counts_with_all_copies_only_and_unreachable_buddies_are_replac
     assert nodes.lab.daemon_pid(THREE) is None, f"{done.stdout}\n{nodes.logs()}"
     try:
         assert json.loads(done.stdout)["outcome"] == "undone", f"{done.stdout}\n{nodes.logs()}"
-        assert [one["record"] for one in _snapshots(nodes, job.name)] == [first["record"]]
+        assert [one["record"] for one in snapshots(nodes, job.name)] == [first["record"]]
         job.await_progress(2)
-        second = _job(nodes, "snapshot", job.name, *COPIES)
+        second = ask(nodes, "snapshot", job.name, *COPIES)
         assert _copies(second) == {0: [TWO, FOUR], 1: [ONE, SPARE]}, "the node that does not answer is left out"
     finally:
         nodes.lab.start_daemon(THREE)
     until(
         "the second snapshot to replace the first",
-        lambda: [one["record"] for one in _snapshots(nodes, job.name)] == [second["record"]],
+        lambda: [one["record"] for one in snapshots(nodes, job.name)] == [second["record"]],
     )
-    _job(nodes, "rollback", job.name)
+    ask(nodes, "rollback", job.name)
     job.await_progress(2)
-    third = _job(nodes, "snapshot", job.name)
+    third = ask(nodes, "snapshot", job.name)
     assert _copies(third) == {0: [TWO], 1: [ONE]}, "one copy, if nothing else is asked for"
     job.end.touch()
     job.assert_whole()

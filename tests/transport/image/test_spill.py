@@ -3,11 +3,12 @@ boot. A disk that fails keeps nobody waiting."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -236,27 +237,24 @@ def test_directory_that_is_not_fit_for_images_is_named(tmp_path: Path, monkeypat
 
 
 @pytest.fixture
-def read_only(folder: Path, disk: SpillDisk) -> Iterator[list[str]]:
-    """Makes the file system read-only for whoever looks it up from now on, when something is put into the list."""
-    done: list[str] = []
+def make_read_only(folder: Path, disk: SpillDisk) -> Iterator[Callable[[], None]]:
+    """A function that makes the disk's directory read-only. Files that are already open stay writable."""
+    with contextlib.ExitStack() as after:
 
-    class Making(list[str]):
-        def append(self, word: str) -> None:
+        def make() -> None:
             subprocess.run(["mount", "--bind", folder, folder], check=True)
-            done.append(word)
+            after.callback(lambda: subprocess.run(["umount", folder], check=True))
             subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
 
-    yield Making()
-    if done:
-        subprocess.run(["umount", folder], check=True)
+        yield make
 
 
 def test_read_only_disk_refuses_images_and_keeps_nobody_waiting(
-    store: SpillingStore, folder: Path, read_only: list[str], caplog: pytest.LogCaptureFixture
+    store: SpillingStore, folder: Path, make_read_only: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = sealed(store)
     store.create_kept(OTHER, 2 * MEMORY_BYTES)
-    read_only.append("now")
+    make_read_only()
     assert "read-only" in spill.problem(folder)
     with pytest.raises(Internal, match="Read-only file system") as failed:
         store.write(OTHER, FRAME)
