@@ -47,7 +47,7 @@ class Sight:
 
     since_s: dict[str, float] = field(default_factory=dict)  # uid of a rank that is missing -> since when
     nodes: dict[str, str] = field(default_factory=dict)  # uid -> the node that had it last
-    ranks: dict[str, pb.Rank] = field(default_factory=dict)  # uid -> as it was seen last
+    numbers: dict[str, int] = field(default_factory=dict)  # uid -> the rank's number
     well_s: float | None = None  # when nothing was wrong, for the last time
     first_home: str = ""  # the home node of rank 0
     first_silent_s: float | None = None  # since when that does not answer
@@ -62,7 +62,7 @@ class Sight:
             self.since_s = {}
             return ""
         for uid, one in here.items():
-            self.nodes[uid], self.ranks[uid] = one.node, one.rank
+            self.nodes[uid], self.numbers[uid] = one.node, one.rank.rank
             if one.rank.HasField("failed"):
                 return f"rank {one.rank.rank} on {one.node} failed ({failure(one.rank.failed)})"
         missing = {uid: node for uid, node in self.nodes.items() if uid not in here}
@@ -75,10 +75,15 @@ class Sight:
                 return f"{node} lost (does not answer)" if node in silent else f"rank {uid} is not on {node} any more"
         return ""
 
-    def forgotten(self, ranks: Sequence[Found], silent: Mapping[str, object]) -> list[pb.Rank]:
-        """The ranks that no node knows any more, although their nodes answer: they have ended, or their nodes were booted."""
+    def forgotten(self, ranks: Sequence[Found], silent: Mapping[str, object]) -> dict[int, str]:
+        """The ranks that no node knows any more, although their nodes answer: they have ended, or their nodes were booted.
+        After a rollback a rank may never have been seen to run: its node may be booted as soon as it has come back."""
         known = {one.rank.uid for one in ranks}
-        return [rank for uid, rank in self.ranks.items() if uid not in known and self.nodes[uid] not in silent]
+        return {
+            number: self.nodes[uid]
+            for uid, number in self.numbers.items()
+            if uid not in known and self.nodes[uid] not in silent
+        }
 
     def first_is_lost(self, ranks: Sequence[Found], silent: Mapping[str, object], now_s: float) -> bool:
         """Whether the home node of rank 0 has not answered for long."""
@@ -150,11 +155,13 @@ class Protection:
                 self.say("the job has ended")
                 return 0
             suspended = self._is_suspended(mine, silent)
-            rebooted = "" if suspended else await self._rebooted(self.sight.forgotten(mine, silent))
-            trouble = waits or self.sight.trouble(mine, silent, now_s) or rebooted
+            rebooted, lost_with_it = ("", "") if suspended else await self._rebooted(self.sight.forgotten(mine, silent))
+            trouble = waits or self.sight.trouble(mine, silent, now_s) or lost_with_it
             if self.stands_by:
-                if self.sight.first_is_lost(mine, silent, now_s):
-                    self.say(f"{self.sight.first_home}, where the job was protected from, does not answer: taking over")
+                silent_first = self.sight.first_is_lost(mine, silent, now_s)
+                if silent_first or (rebooted and rebooted == self.sight.first_home):
+                    what = "does not answer" if silent_first else "was booted"
+                    self.say(f"{self.sight.first_home}, where the job was protected from, {what}: taking over")
                     self.stands_by = self.recalled = False
                     continue
             elif suspended:
@@ -209,14 +216,13 @@ class Protection:
         """The boot ids of the nodes that answer."""
         return {node: info.boot_id for node, info in (await node_infos(self.cluster)).items()}
 
-    async def _rebooted(self, ranks: Sequence[pb.Rank]) -> str:
-        """Which of these ranks ended with its node, which answers again; empty: none."""
+    async def _rebooted(self, ranks: Mapping[int, str]) -> tuple[str, str]:
+        """A node that was booted, and what that means: one of these ranks (number -> node) has ended with it. Empty: none."""
         now = await self._boots() if ranks else {}
-        for rank in ranks:
-            node = self.sight.nodes[rank.uid]
+        for number, node in sorted(ranks.items()):
             if node in now and self.boots.get(node, now[node]) != now[node]:
-                return f"{node} was booted, and rank {rank.rank} has ended with it"
-        return ""
+                return node, f"{node} was booted, and rank {number} has ended with it"
+        return "", ""
 
     def _is_mine(self, one: Found) -> bool:
         return one.rank.job == self.options.job and self.options.user_id in (None, one.rank.user_id)
@@ -301,7 +307,9 @@ class Protection:
             self.say(f"rank {file.rank}: {file.text}")
         self.boots = boots
         self.trouble = self.refusal = ""
-        self.sight = Sight(nodes={one.uid: one.node for one in result.ranks})
+        self.sight = Sight(
+            nodes={one.uid: one.node for one in result.ranks}, numbers={one.uid: one.rank for one in result.ranks}
+        )
         found, _ = await all_rollbacks(self.cluster)
         mine = [one for one in found if (one.job, one.user_id) == (result.job, result.user_id)]
         if mine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from migrator.cli import protect as cli
 from migrator.find_rank import Found
-from migrator.job_results import JobOptions
+from migrator.job_protocol import JobVerdict
+from migrator.job_results import JobOptions, JobResult, RankPlace
 from migrator.jobs import protect
 from migrator.jobs.finding import JobEntry
 from migrator.jobs.homes import check_after_loss, was_rebooted
@@ -71,10 +73,9 @@ def test_rank_that_has_ended_is_no_trouble() -> None:
 def test_rank_that_no_node_knows_has_ended_or_its_node_was_booted() -> None:
     sight = Sight()
     sight.trouble([rank(0, "a"), rank(1, "b")], {}, 0)
-    assert sight.forgotten([rank(0, "a"), rank(1, "b")], {}) == []
-    assert sight.forgotten([rank(0, "a")], {"b": "silent"}) == []
-    (gone,) = sight.forgotten([rank(0, "a")], {})
-    assert gone.uid == "job-1"
+    assert sight.forgotten([rank(0, "a"), rank(1, "b")], {}) == {}
+    assert sight.forgotten([rank(0, "a")], {"b": "silent"}) == {}
+    assert sight.forgotten([rank(0, "a")], {}) == {1: "b"}
 
 
 async def test_only_a_node_that_was_booted_since_the_last_snapshot_has_lost_its_rank() -> None:
@@ -91,10 +92,10 @@ async def test_only_a_node_that_was_booted_since_the_last_snapshot_has_lost_its_
     gone = Found("b", pb.Rank(uid="job-1", rank=1, place=pb.Rank.HERE, home_node="a", home_boot_id="0"))
     protection.sight.trouble([rank(0, "a"), gone], {}, 0)
     forgotten = protection.sight.forgotten([rank(0, "a")], {})
-    assert await protection._rebooted(forgotten) == ""
+    assert await protection._rebooted(forgotten) == ("", "")
     boots["b"] = "2"
-    assert await protection._rebooted(forgotten) == "b was booted, and rank 1 has ended with it"
-    assert await protection._rebooted([]) == ""
+    assert await protection._rebooted(forgotten) == ("b", "b was booted, and rank 1 has ended with it")
+    assert await protection._rebooted({}) == ("", "")
 
 
 def test_home_node_that_was_booted_since_is_noticed() -> None:
@@ -188,6 +189,70 @@ def test_reason_why_there_is_no_snapshot_is_said_once() -> None:
     for why in ("off", "off", "full", "off"):
         protection._no_snapshot(why)
     assert said == [f"no snapshot was taken: {why}" for why in ("off", "full", "off")]
+
+
+class Booted(Protection):
+    """A job of two ranks. When it is rolled back the node of one of them is booted before anyone has seen the rank there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, boots: dict[str, str], *, stands_by: bool = False) -> None:
+        nothing: Any = None
+        self.said: list[str] = []
+        super().__init__(nothing, JobOptions("job"), 60.0, 3, self.said.append, stands_by=stands_by, first_s=1e9)
+        self.ranks, self.boots_now, self.recalled, self.looks = [rank(0, "a"), rank(1, "b")], boots, True, 0
+        monkeypatch.setattr(protect, "LOOK_S", 0.001)
+        monkeypatch.setattr("migrator.jobs.rollback", self._rolled_back)
+        for records in ("all_rollbacks", "all_jobs"):
+            monkeypatch.setattr(protect, records, self._no_records)
+
+    async def _look(self) -> tuple[list[Found], Mapping[str, object]]:
+        self.looks += 1
+        return self.ranks, {}
+
+    async def _boots(self) -> dict[str, str]:
+        return dict(self.boots_now)
+
+    async def _rolled_back(self, *_: object) -> JobResult:
+        places = [RankPlace(0, "job-0", "a"), RankPlace(1, "job-1", "b")]
+        if len([one for one in self.said if "rolling the job back" in one]) == 1:
+            self.boots_now["b"] = "2"
+            self.ranks = [rank(0, "a")]
+        else:
+            self.ranks = [rank(0, "a"), rank(1, "b")]
+        return JobResult("m-1", "job", 0, "a", JobVerdict.ROLLED_BACK, places, 1.0)
+
+    @staticmethod
+    async def _no_records(_: object) -> tuple[list[Any], dict[str, Any]]:
+        return [], {}
+
+    async def until_said(self, text: str) -> None:
+        running = asyncio.create_task(self.run())
+        async with asyncio.timeout(30):
+            while not running.done() and not any(text in one for one in self.said):  # noqa: ASYNC110 - what is tested looks by itself
+                await asyncio.sleep(0.001)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        assert any(text in one for one in self.said), self.said
+
+
+async def test_node_that_is_booted_at_the_end_of_a_rollback_has_the_job_rolled_back_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    protection = Booted(monkeypatch, {"a": "1", "b": "1"})
+    protection.ranks = [rank(0, "a"), rank(1, "b", failed=9)]
+    await protection.until_said("b was booted, and rank 1 has ended with it: rolling the job back")
+
+
+async def test_protection_that_stands_by_takes_over_when_the_first_node_was_booted_quickly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    protection = Booted(monkeypatch, {"a": "1", "b": "1"}, stands_by=True)
+    watched = asyncio.create_task(protection.until_said("a was booted, and rank 0 has ended with it: rolling the job"))
+    while protection.looks < 2:  # noqa: ASYNC110 - what is tested looks by itself
+        await asyncio.sleep(0.001)
+    protection.ranks, protection.boots_now["a"] = [rank(1, "b")], "2"
+    await watched
+    assert "a, where the job was protected from, was booted: taking over" in protection.said
 
 
 class Scene(Protection):
