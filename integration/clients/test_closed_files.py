@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from integration.clients.compiling import COMPILES_S, compile_after_every_move
-from integration.harness import Cluster, until
+from integration.harness import PATIENCE_S, Cluster, until
+from integration.job_commands import ask
+from integration.job_device_memory import asking
 from snapshotd.runtime.faults import Point
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -29,6 +33,34 @@ def test_closed_files_are_the_same_after_every_move(nodes: Cluster) -> None:
     for place in ("node-2", "node-1", "spare-1"):
         job.await_progress()
         nodes.move(job, place)
+    job.await_progress()
+    steps = job.end_soon(end)
+    assert job.finish() == 0, job.text()[-2000:]
+    assert job.lines() == [*(f"step {step}" for step in range(steps)), "DONE"]
+
+
+def test_closed_files_that_change_after_they_were_stored_are_as_at_the_freeze(nodes: Cluster) -> None:
+    """A job that is suspended and resumed on another node, then snapshotted and rolled back: the store gets most of its files
+    while it runs. The first try ends with its daemon, and what it had stored is gone."""
+    end = nodes.folder / "end"
+    end.unlink(missing_ok=True)
+    job = nodes.start("node-1", [sys.executable, str(PROGRAMS / "closed_files.py"), "--end-file", str(end)])
+    job.await_lines(CHANGES_EVERY)
+    with asking(nodes, "node-1", Point.SENT_AHEAD, "kill", "suspend", job.name):
+        pass
+    nodes.lab.start_daemon("node-1", timeout_s=PATIENCE_S)
+    until("the image to be removed", lambda: not list(nodes.lab.layout.state.glob("*/suspended/m-*")))
+    with asking(nodes, "node-1", Point.SENT_AHEAD, "wait", "suspend", job.name) as asked:
+        job.await_progress(CHANGES_EVERY + 1)
+    assert asked.code == 0, asked
+    assert "closed files ahead" in nodes.logs(1000)
+    ask(nodes, "resume", job.name, "--on", "0=spare-1")
+    job.await_progress()
+    with asking(nodes, "spare-1", Point.SENT_AHEAD, "wait", "snapshot", job.name) as asked:
+        job.await_progress(CHANGES_EVERY + 1)
+    assert asked.code == 0, asked
+    os.kill(nodes.ps(job)[0]["pid"], signal.SIGKILL)
+    ask(nodes, "rollback", job.name, "--on", "0=node-2")
     job.await_progress()
     steps = job.end_soon(end)
     assert job.finish() == 0, job.text()[-2000:]

@@ -34,6 +34,7 @@ from integration.gpu.gpu_jobs import (
     record,
     undisturbed_runs,
 )
+from integration.gpu import spans
 from integration.harness import Cluster, until
 
 pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600), needs_cuda()]
@@ -122,6 +123,7 @@ def test_killed_rank_is_put_back_from_a_snapshot(holding: Cluster, undisturbed: 
     training.await_moment()
     with gpu(full=full):
         taken = ask(holding, "snapshot", training.job.name)
+        where = spans.of_last_freeze(holding, SOURCE)
         training.await_progress()
     sizes = {part["name"]: part["bytes"] for part in taken["parts"]}
     assert taken["warnings"] == []
@@ -136,3 +138,4 @@ def test_killed_rank_is_put_back_from_a_snapshot(holding: Cluster, undisturbed: 
     training.ends_as(undisturbed.want(LARGE))
     record("job-memory", gib=LARGE_GIB, full=full, snapshot=measured(taken), rollback=measured(back))
     print(f"\nGPU {'without' if full else 'with'} room for a copy\n{table({'snapshot': taken, 'rollback': back})}")
+    print(where)

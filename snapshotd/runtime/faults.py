@@ -23,7 +23,7 @@ class Point(StrEnum):
     BEFORE_BEGIN = "before-begin"
     BEGIN = "begin"
     READY = "ready"  # stripe files, device-memory channel and pinned staging buffers are ready; the job runs
-    SENT_AHEAD = "sent-ahead"  # closed files are on the target; the job runs
+    SENT_AHEAD = "sent-ahead"  # closed files are on the target, or in the store of a snapshot; the job runs
     PRECOPY = "precopy"  # the rank's memory is followed, nothing of it was sent; the job runs
     PRECOPIED_ROUND = "precopied-round"  # a round of its memory is on the target; the job runs
     BEFORE_FREEZE = "before-freeze"

@@ -1,4 +1,5 @@
-"""Sends the files that a rank made and has closed: most of them while the rank runs, the rest after the freeze.
+"""Sends the files that a rank made and has closed: most of them while the rank runs, the rest after the freeze. To the
+target of a move, or into the store of a snapshot.
 
 `snapshotd/moves/closed_files.py` says which files these are. Their content goes into *packs*, image files in which one
 content follows the other. The manifest, which is sent last, says what there is at the moment of the freeze, and where its
@@ -36,7 +37,7 @@ from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
 from snapshotd.moves.rules import Mark
-from snapshotd.moves.source.channel import streams_to_target
+from snapshotd.moves.source.sink import sink_of
 from snapshotd.proc import host, maps, users
 from snapshotd.proc.files import GONE
 from snapshotd.runtime.blocking import in_thread
@@ -99,7 +100,8 @@ def _mapped(entry: RankEntry) -> set[str]:
 
 
 async def send_ahead(node: Node, moving: Moving, entry: RankEntry) -> Ahead:
-    """Sends what is there now. If it fails the rank keeps running, and the driver aborts."""
+    """Sends what is there now, or puts it into the store of a job that is suspended or snapshotted. If it fails the rank keeps
+    running, and the driver aborts."""
     if not node.config.carry_closed_bytes:
         return Ahead()
     await in_thread(spares.fill, 2)  # for what is left to do in the pause
@@ -119,7 +121,7 @@ async def send_ahead(node: Node, moving: Moving, entry: RankEntry) -> Ahead:
     try:
         async with (
             asyncio.timeout(AHEAD_S),
-            streams_to_target(node, moving.log.begin) as streams,
+            sink_of(node, moving.log, moving.facts).streams() as streams,
             Sender(streams, node.config.chunk_bytes) as sender,
         ):
             bad, ahead.digests = await _send(node, sender, name, found, rows, user)

@@ -15,9 +15,11 @@ from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
 from snapshotd.moves.rules import Mark
-from snapshotd.moves.source import freeze
+from snapshotd.moves.source import closed_files, freeze
 from snapshotd.moves.where import where_of
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.faults import Point, reach
+from snapshotd.runtime.spans import span
 
 
 def coordinator_checks(entry: RankEntry, node: str) -> list[pb.Check]:
@@ -67,7 +69,7 @@ def copy_exists(move_log: MoveLog, entry: RankEntry | None) -> bool:
 
 async def make_room(node: Node, moving: Moving, entry: RankEntry) -> None:
     """Reserves room for the image while the rank runs, and for its device memory on its way there: in stripe files, or in the
-    rank's own memory, into which the driver's checkpoint copies it. Raises Full."""
+    rank's own memory, into which the driver's checkpoint copies it. Stores files that the rank has closed. Raises Full."""
     move_log, facts = moving.log, moving.facts
     is_snapshot = move_log.begin.kind == "snapshot"
     if is_snapshot:  # before the stripe files are made: they are in the same place, if that is possible
@@ -77,13 +79,16 @@ async def make_room(node: Node, moving: Moving, entry: RankEntry) -> None:
         await freeze.make_ready(node, moving, entry, Parts())
         facts.gpu.offloaded_bytes = moving.offload.expected_bytes if moving.offload is not None else 0
     needed_bytes = facts.memory_bytes + facts.carried_bytes
-    if not is_snapshot:
+    if is_snapshot:
+        # The stripe files themselves become part of the image.
+        needed_bytes = max(0, needed_bytes - facts.gpu.offloaded_bytes) + kept_files.ROOM_BYTES
+        await in_thread(node.kept_files.ready, move_log.move, facts)
+        await in_thread(node.store.create_kept, move_log.move, needed_bytes)
+    else:
         await in_thread(node.store_of(move_log.begin).create, move_log.move, needed_bytes)
-        return
-    # The stripe files themselves become part of the image.
-    needed_bytes = max(0, needed_bytes - facts.gpu.offloaded_bytes) + kept_files.ROOM_BYTES
-    await in_thread(node.kept_files.ready, move_log.move, facts)
-    await in_thread(node.store.create_kept, move_log.move, needed_bytes)
+    with span("store closed files"):
+        moving.ahead = await closed_files.send_ahead(node, moving, entry)
+    await reach(Point.SENT_AHEAD)
 
 
 def must_fit(entry: RankEntry, request: pb.BeginRequest) -> None:
