@@ -78,3 +78,9 @@ def _stored_bytes(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.stat(Path(place) / name, follow_symlinks=False).st_blocks * 512
     return total
+
+
+def available_bytes() -> int:
+    """What this machine can give to processes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

@@ -42,6 +42,18 @@ while True:
 """
 
 
+#: Asks whether there is a GPU, as libraries do, and sees none.
+WITHOUT = """
+import os, time
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import torch
+assert not torch.cuda.is_available()
+for step in range(1 << 30):
+    print("step", step, flush=True)
+    time.sleep(0.05)
+"""
+
+
 def start(nodes: Cluster, how: str) -> Job:
     job = nodes.start(SOURCE, [sys.executable, "-c", PROGRAM, how], options=RUN_OPTIONS, env=dict(os.environ))
     job.await_lines(1, PATIENCE_S)
@@ -69,3 +81,14 @@ def test_rank_that_never_used_nccl_is_not_refused_for_a_call_that_returned(nodes
     assert found is not None
     assert found.state().visible == "0"
     nodes.move(job, TARGET, timeout_s=PATIENCE_S)
+
+
+def test_rank_for_which_cuda_finds_no_gpu_moves(nodes: Cluster) -> None:
+    """The driver says that it runs, and would refuse to lock it."""
+    job = nodes.start(SOURCE, [sys.executable, "-c", WITHOUT], options=RUN_OPTIONS, env=dict(os.environ))
+    job.await_lines(5, PATIENCE_S)
+    for to in (TARGET, SOURCE):
+        assert nodes.move(job, to)["device_bytes"] == 0
+        job.await_progress(5)
+    assert job.lines() == [f"step {step}" for step in range(len(job.lines()))]
+    job.kill()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 from snapshotd.proc.comm import thread_names
+from snapshotd.proc.fd import read_links
 
 CUDA = "libcuda.so.1"
 NVML = "libnvidia-ml.so.1"
 
 _CACHE = Path("/etc/ld.so.cache")
+_CONTROL, _MAJOR = "/dev/nvidiactl", 195
 _DRIVER_THREAD = re.compile(r"cuda-EvtHandlr|cuda\d{11}")
 _DEFAULT_DIRS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 
@@ -31,7 +34,21 @@ def found(name: str, library_dir: str) -> bool:
 
 def driver_loaded() -> bool:
     """Whether the kernel has loaded NVIDIA's driver, so that GPUs are expected."""
-    return os.path.exists("/dev/nvidiactl")
+    return os.path.exists(_CONTROL)
+
+
+def found_no_gpu(pid: int) -> bool:
+    """Whether a process has initialised CUDA, and CUDA has found no GPU for it (`CUDA_VISIBLE_DEVICES=""`, also of programs
+    that only ask `torch.cuda.is_available()`). The driver says that such a process is running, and refuses to lock it
+    (CUDA_ERROR_OPERATING_SYSTEM; driver 580). It holds nothing. Only for one that is not checkpointed: that has no GPU open
+    either."""
+    try:
+        control = os.stat(_CONTROL)
+        if not stat.S_ISCHR(control.st_mode) or os.major(control.st_rdev) != _MAJOR:
+            return False  # a stand-in for the driver: its processes open no devices
+        return not any(link.startswith("/dev/nvidia") for _, link, _ in read_links(pid))
+    except OSError:
+        return False
 
 
 def holds_cuda(pid: int) -> bool:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import RankGone, Refused, Where
+from snapshotd.cuda import library
 from snapshotd.cuda.driver import Gpus
+from snapshotd.cuda.states import State
 from snapshotd.preflight.reports import DriverReport, uses_cuda
 from snapshotd.preflight.verdict import refused
 from snapshotd.proc import tree
@@ -31,8 +33,10 @@ async def find(gpus: Gpus, pids: Sequence[int]) -> tuple[DriverReport | None, li
     holders = []
     for pid in candidates:
         try:
-            if await gpus.state(Process.of(pid)) is not None:
-                holders.append(pid)
+            state = await gpus.state(Process.of(pid))
+            if state is None or (state is State.RUNNING and await in_thread(library.found_no_gpu, pid)):
+                continue
+            holders.append(pid)
         except (ProcessLookupError, RankGone):
             continue
     if not holders:

@@ -100,8 +100,8 @@ def _mapped(entry: RankEntry) -> set[str]:
 
 
 async def send_ahead(node: Node, moving: Moving, entry: RankEntry) -> Ahead:
-    """Sends what is there now, or puts it into the store of a job that is suspended or snapshotted. If it fails the rank keeps
-    running, and the driver aborts."""
+    """Sends what is there now, or puts it into the store of a job that is suspended or snapshotted. If it fails the rank
+    keeps running, and the driver aborts."""
     if not node.config.carry_closed_bytes:
         return Ahead()
     await in_thread(spares.fill, 2)  # for what is left to do in the pause
