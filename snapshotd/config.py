@@ -183,8 +183,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_copy_on_write: Annotated[bool, Meta(description="true or false")] = True
     # A directory on a local disk for images of snapshots for which there is no memory; empty: they are refused.
     snapshot_spill_dir: Annotated[str, toml_file.text("an absolute path", _absolute_or_empty)] = ""
-    # Whether jobs whose lowest rank is here can be snapshotted and rolled back: not finished, see docs/limits.md.
-    job_snapshots: Annotated[bool, Meta(description="true or false")] = False
+    # Whether jobs whose lowest rank is here can be snapshotted. They are rolled back to snapshots that they have in any case.
+    job_snapshots: Annotated[bool, Meta(description="true or false")] = True
     device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"
 
     @property

@@ -95,6 +95,7 @@ def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
         gpu_library_dir="",
         device_channel="encrypted",
         hold_device_memory=True,
+        job_snapshots=True,
     )
     assert all(type(value) is str for value in (config.listen, config.advertise, config.criu, *config.carry_paths))
     assert config.admin_socket == Path("/run/snapshotd/admin.sock")
