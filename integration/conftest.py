@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.configuring import configured
 from integration.connections import Endpoints
 from integration.drill import Drill
 from integration.gpu_nodes import GpuCluster
@@ -46,6 +47,13 @@ def fake_gpu_lab() -> Iterator[GpuCluster]:
     """Two nodes and a spare, each with a fake GPU."""
     with cluster("gpus") as made:
         yield GpuCluster(made, made.folder / "nodes")
+
+
+@pytest.fixture(scope="module")
+def fake_gpu_files_lab(fake_gpu_lab: GpuCluster) -> Iterator[GpuCluster]:
+    """The same, whose device memory goes through files in the memory of the host."""
+    with configured(fake_gpu_lab.cluster, fake_gpu_lab.lab.nodes, {"hold_device_memory": False}):
+        yield fake_gpu_lab
 
 
 @pytest.fixture

@@ -22,18 +22,12 @@ COPIER, FILLER, HOLDER = "snapshotd.holder.copier", "snapshotd.holder.filler", "
 SIZE = LARGE_MIB * MIB
 
 
-@pytest.fixture(scope="module")
-def one_gpu_lab(fake_gpu_lab: GpuCluster) -> Iterator[GpuCluster]:
-    with configured(fake_gpu_lab.cluster, (SOURCE, TARGET), {"hold_device_memory": True}):
-        yield fake_gpu_lab
-
-
 @pytest.fixture
-def one_gpu(one_gpu_lab: GpuCluster) -> Iterator[GpuCluster]:
-    share(one_gpu_lab, SOURCE)
-    yield one_gpu_lab
-    one_gpu_lab.reset()
-    share(one_gpu_lab, TARGET)
+def one_gpu(fake_gpu_lab: GpuCluster) -> Iterator[GpuCluster]:
+    share(fake_gpu_lab, SOURCE)
+    yield fake_gpu_lab
+    fake_gpu_lab.reset()
+    share(fake_gpu_lab, TARGET)
 
 
 def share(lab: GpuCluster, whose: str) -> None:

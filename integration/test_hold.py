@@ -10,7 +10,6 @@ import functools
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,18 +25,6 @@ HUGE_MIB, SMALL_MIB = 640, 560
 COPIER, FILLER = "snapshotd.holder.copier", "snapshotd.holder.filler"
 
 
-@pytest.fixture(scope="module")
-def holding_lab(fake_gpu_lab: GpuCluster) -> Iterator[GpuCluster]:
-    with configured(fake_gpu_lab.cluster, (SOURCE, TARGET), {"hold_device_memory": True}):
-        yield fake_gpu_lab
-
-
-@pytest.fixture
-def holding(holding_lab: GpuCluster) -> Iterator[GpuCluster]:
-    yield holding_lab
-    holding_lab.reset()
-
-
 def held(lab: GpuCluster) -> list[int]:
     """The processes that keep device memory."""
     return lab.cluster.processes_of("snapshotd.holder.process")
@@ -47,46 +34,77 @@ def gone(lab: GpuCluster, program: str) -> bool:
     return not lab.cluster.processes_of(program)
 
 
-def test_rank_moves_there_and_back_and_nothing_is_copied_while_it_waits(holding: GpuCluster) -> None:
-    job = start(holding, *LARGE)
+def test_rank_moves_there_and_back_and_nothing_is_copied_while_it_waits(lab: GpuCluster) -> None:
+    job = start(lab, *LARGE)
     for at, to in ((SOURCE, TARGET), (TARGET, SOURCE)):
         job.await_progress(3)
-        with holding.cluster.moving(job, to, at, Point.OFFLOADED) as asked:
-            assert children(holding, at, COPIER)
-            assert children(holding, to, FILLER)
-            assert held(holding)
+        with lab.cluster.moving(job, to, at, Point.OFFLOADED) as asked:
+            assert children(lab, at, COPIER)
+            assert children(lab, to, FILLER)
+            assert held(lab)
         assert asked.code == 0, f"{asked.answer} {asked.errors}"
         assert asked.answer["warnings"] == []
         assert part(asked.answer, "offload")["bytes"] == part(asked.answer, "refill")["bytes"] >= LARGE_MIB * MIB
-        logged = holding.lab.daemon_log(to).read_text(errors="replace")
+        logged = lab.lab.daemon_log(to).read_text(errors="replace")
         assert "of device memory that were filled while they arrived" in logged
         job.await_progress(2)
         for program in (COPIER, FILLER, "snapshotd.holder.process"):
-            until(f"{program} to end", functools.partial(gone, holding, program))
-    holding.ends_well(job)
+            until(f"{program} to end", functools.partial(gone, lab, program))
+    lab.ends_well(job)
 
 
-def test_rank_that_is_larger_than_the_memory_for_images_moves(holding: GpuCluster) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("node", [SOURCE, TARGET])
+def test_nodes_need_not_agree(lab: GpuCluster, node: str) -> None:
+    """One of them is switched off: it needs host memory for all of it, and nothing else is different."""
+    job = start(lab, *LARGE)
+    with configured(lab.cluster, [node], {"hold_device_memory": False}):
+        for at, to in ((SOURCE, TARGET), (TARGET, SOURCE)):
+            job.await_progress(3)
+            with lab.cluster.moving(job, to, at, Point.OFFLOADED) as asked:
+                assert bool(children(lab, at, COPIER)) == (at != node)
+                assert not children(lab, to, FILLER)
+            assert asked.code == 0, f"{asked.answer} {asked.errors}"
+            assert asked.answer["warnings"] == []
+            assert part(asked.answer, "refill")["bytes"] == part(asked.answer, "offload")["bytes"] >= LARGE_MIB * MIB
+        lab.ends_well(job)
+
+
+def test_memory_that_cannot_be_exported_goes_through_files(lab: GpuCluster) -> None:
+    """As torch's expandable segments create it. Nothing is wrong with the nodes, so nobody is warned."""
+    job = start(lab, "--mib", str(LARGE_MIB), "--api", "segments")
+    job.await_progress(3)
+    with lab.cluster.moving(job, TARGET, SOURCE, Point.OFFLOADED) as asked:
+        assert not children(lab, SOURCE, COPIER)
+    assert asked.code == 0, f"{asked.answer} {asked.errors}"
+    assert asked.answer["warnings"] == []
+    assert part(asked.answer, "refill")["bytes"] == part(asked.answer, "offload")["bytes"] >= LARGE_MIB * MIB
+    logged = lab.lab.daemon_log(SOURCE).read_text(errors="replace")
+    assert "goes through files on this node: the program has created memory that cannot be exported" in logged
+    lab.ends_well(job)
+
+
+def test_rank_that_is_larger_than_the_memory_for_images_moves(lab: GpuCluster) -> None:
     """Both nodes may use less memory than the rank has on its GPU. Without holding, it is refused before anything is paused.
 
     What the rank has never used takes no memory of the machine yet: what it has used looks like its host memory here."""
-    job = start(holding, *LARGE, "--idle-mib", str(HUGE_MIB))
+    job = start(lab, *LARGE, "--idle-mib", str(HUGE_MIB))
     job.await_lines(3)
     try:
         for node in (SOURCE, TARGET):
-            image_memory(holding, node, f"{SMALL_MIB}m")
-        with configured(holding.cluster, (SOURCE, TARGET), {"hold_device_memory": False}):
-            refused = holding.cluster.move(job, TARGET, expect=10)
+            image_memory(lab, node, f"{SMALL_MIB}m")
+        with configured(lab.cluster, (SOURCE, TARGET), {"hold_device_memory": False}):
+            refused = lab.cluster.move(job, TARGET, expect=10)
             assert "image-room: the image needs up to" in refused["reason"]
             assert [phase["name"] for phase in refused["phases"]] == ["preflight"]
             job.await_progress(2)
-        moved = holding.cluster.move(job, TARGET)
+        moved = lab.cluster.move(job, TARGET)
         assert moved["warnings"] == []
         assert part(moved, "offload")["bytes"] == part(moved, "refill")["bytes"] >= HUGE_MIB * MIB
-        holding.ends_well(job)
+        lab.ends_well(job)
     finally:
         for node in (SOURCE, TARGET):
-            image_memory(holding, node, "90%")
+            image_memory(lab, node, "90%")
 
 
 def image_memory(lab: GpuCluster, node: str, size: str) -> None:
@@ -105,67 +123,67 @@ def image_memory(lab: GpuCluster, node: str, size: str) -> None:
         (TARGET, Point.REFILLED),
     ],
 )
-def test_failed_move_gives_the_memory_back_and_a_retry_succeeds(holding: GpuCluster, node: str, point: Point) -> None:
-    job = start(holding, *LARGE)
+def test_failed_move_gives_the_memory_back_and_a_retry_succeeds(lab: GpuCluster, node: str, point: Point) -> None:
+    job = start(lab, *LARGE)
     job.await_lines(5)
-    holding.cluster.fault(node, point, "fail")
-    result = holding.cluster.move(job, TARGET, expect=UNDONE)
+    lab.cluster.fault(node, point, "fail")
+    result = lab.cluster.move(job, TARGET, expect=UNDONE)
     assert "fault injected" in result["reason"]
     job.await_progress(3)
-    holding.cluster.move(job, TARGET)
-    holding.ends_well(job)
+    lab.cluster.move(job, TARGET)
+    lab.ends_well(job)
 
 
-def test_target_that_is_restarted_keeps_nothing_on_its_gpu(holding: GpuCluster) -> None:
+def test_target_that_is_restarted_keeps_nothing_on_its_gpu(lab: GpuCluster) -> None:
     """Its daemon is killed when the rank has its memory there, and does not run yet."""
-    job = start(holding, *LARGE)
+    job = start(lab, *LARGE)
     job.await_lines(5)
-    holding.cluster.fault(TARGET, Point.REFILLED, "kill")
-    with holding.cluster.begin_move(job, TARGET) as move:
-        until("the daemon to die", lambda: holding.lab.daemon_pid(TARGET) is None)
-        holding.lab.start_daemon(TARGET)
+    lab.cluster.fault(TARGET, Point.REFILLED, "kill")
+    with lab.cluster.begin_move(job, TARGET) as move:
+        until("the daemon to die", lambda: lab.lab.daemon_pid(TARGET) is None)
+        lab.lab.start_daemon(TARGET)
         move.wait(120)
     job.await_progress(3)
-    until("the holders to end", lambda: gone(holding, "snapshotd.holder"))
-    until("the GPU of the target to be empty", lambda: holding.used_bytes(TARGET) == 0)
-    holding.ends_well(job)
+    until("the holders to end", lambda: gone(lab, "snapshotd.holder"))
+    until("the GPU of the target to be empty", lambda: lab.used_bytes(TARGET) == 0)
+    lab.ends_well(job)
 
 
-def test_memory_outlives_the_daemon(holding: GpuCluster) -> None:
+def test_memory_outlives_the_daemon(lab: GpuCluster) -> None:
     """Its daemon is killed while the memory belongs to no process: the next one gives it back."""
-    job = start(holding, *LARGE)
+    job = start(lab, *LARGE)
     job.await_lines(5)
-    holding.cluster.fault(SOURCE, Point.CHECKPOINTED, "kill")
-    with holding.cluster.begin_move(job, TARGET) as move:
-        until("the daemon to die", lambda: holding.lab.daemon_pid(SOURCE) is None)
-        assert held(holding)
-        holding.lab.start_daemon(SOURCE)
+    lab.cluster.fault(SOURCE, Point.CHECKPOINTED, "kill")
+    with lab.cluster.begin_move(job, TARGET) as move:
+        until("the daemon to die", lambda: lab.lab.daemon_pid(SOURCE) is None)
+        assert held(lab)
+        lab.lab.start_daemon(SOURCE)
         move.wait(120)
     job.await_progress(3)
-    until("the holder to end", lambda: not held(holding))
-    holding.cluster.move(job, TARGET)
-    holding.ends_well(job)
+    until("the holder to end", lambda: not held(lab))
+    lab.cluster.move(job, TARGET)
+    lab.ends_well(job)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("node", "program"), [(SOURCE, COPIER), (TARGET, FILLER)])
-def test_killed_process_that_copies_is_replaced(holding: GpuCluster, node: str, program: str) -> None:
-    job = start(holding, *LARGE)
+def test_killed_process_that_copies_is_replaced(lab: GpuCluster, node: str, program: str) -> None:
+    job = start(lab, *LARGE)
     job.await_lines(5)
-    with holding.cluster.moving(job, TARGET, SOURCE, Point.OFFLOADED) as asked:
-        (copier,) = children(holding, node, program)
+    with lab.cluster.moving(job, TARGET, SOURCE, Point.OFFLOADED) as asked:
+        (copier,) = children(lab, node, program)
         os.kill(copier, signal.SIGKILL)
         until("it to be gone", lambda: not Path(f"/proc/{copier}").exists())
     assert asked.code == 0, f"{asked.answer} {asked.errors}"
-    holding.ends_well(job)
+    lab.ends_well(job)
 
 
 @pytest.mark.sampled(1, group="hold")
-def test_lost_memory_ends_the_rank(holding: GpuCluster) -> None:
+def test_lost_memory_ends_the_rank(lab: GpuCluster) -> None:
     """The process that keeps it is killed, and so is the copier: no process has the memory any more."""
-    job = start(holding, *LARGE)
+    job = start(lab, *LARGE)
     job.await_lines(5)
-    with holding.cluster.moving(job, TARGET, SOURCE, Point.OFFLOADED):
-        for pid in [*held(holding), *children(holding, SOURCE, COPIER)]:
+    with lab.cluster.moving(job, TARGET, SOURCE, Point.OFFLOADED):
+        for pid in [*held(lab), *children(lab, SOURCE, COPIER)]:
             os.kill(pid, signal.SIGKILL)
     assert job.finish() != 0

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from integration.configuring import configured
 from integration.gpu_nodes import GpuCluster
 from integration.harness import until
 from integration.job_commands import ask
@@ -91,11 +92,12 @@ def test_device_memory_of_a_suspended_job_is_stored_in_stripes(lab: GpuCluster) 
 
 @pytest.mark.timeout(900)
 def test_files_take_the_memory_where_it_cannot_be_handed_over(lab: GpuCluster) -> None:
-    """`hold_device_memory` is off: the shim copies it while the rank waits, past the driver's checkpoint."""
-    job = start(lab)
-    of = sizes(ask(lab.cluster, "snapshot", job.name))
-    assert LARGE_MIB * MIB <= of["offload"] == of["save"]
-    assert of["checkpoint"] <= CONTEXT_MIB * MIB
-    assert "give-back" not in of
-    snapshot_and_rollback(lab, job)
-    lab.ends_well(job)
+    """With `hold_device_memory` off: the shim copies it while the rank waits, past the driver's checkpoint."""
+    with configured(lab.cluster, (ONE, SPARE), {"hold_device_memory": False}):
+        job = start(lab)
+        of = sizes(ask(lab.cluster, "snapshot", job.name))
+        assert LARGE_MIB * MIB <= of["offload"] == of["save"]
+        assert of["checkpoint"] <= CONTEXT_MIB * MIB
+        assert "give-back" not in of
+        snapshot_and_rollback(lab, job)
+        lab.ends_well(job)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.configuring import configured
 from integration.harness import MIGRATOR, Cluster, until
 from integration.job_commands import ask, snapshots
 from integration.protecting import protected
@@ -37,7 +38,11 @@ def test_ddp_job_is_rolled_back_onto_another_node_after_its_node_was_lost(torch_
     first = ask(nodes, "snapshot", job.name)
     assert [(rank["rank"], rank["node"], rank["copy"]) for rank in first["ranks"]] == [(0, ONE, TWO), (1, TWO, ONE)]
     job.await_progress(3)
-    ask(nodes, "rollback", job.name)  # of a job that is well: its processes end, and it goes on from the images
+    with configured(nodes, [ONE], {"job_snapshots": False}):
+        refused = ask(nodes, "snapshot", job.name, expect=11)
+        assert (refused["error"], refused["pause_s"]) == ("refused", 0)
+        assert f"switched off on {ONE}" in refused["reason"]
+        ask(nodes, "rollback", job.name)  # of a job that is well: its processes end, and it goes on from the images
     assert len(nodes.processes_of(str(job.end))) == 2
     job.await_progress(3)
     assert all(agent.process.poll() is None for agent in job.agents), "the launchers notice nothing"

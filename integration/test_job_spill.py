@@ -177,11 +177,11 @@ def holding(fake_gpu_lab: GpuCluster) -> Iterator[GpuCluster]:
     nodes = fake_gpu_lab.cluster
     for node in (ONE, TWO):
         _inside(nodes, node, "mount", "-o", f"remount,size={LARGE_MIB}m", "/run")
-        fake_gpu_lab.configure(node, {"hold_device_memory": True, KEY: str(_disk(nodes, node))})
+        fake_gpu_lab.configure(node, {KEY: str(_disk(nodes, node))})
     yield fake_gpu_lab
     for node in (ONE, TWO):
         _inside(nodes, node, "mount", "-o", "remount,size=90%", "/run")
-        fake_gpu_lab.configure(node, {"hold_device_memory": False, KEY: ""})
+        fake_gpu_lab.configure(node, {KEY: ""})
     fake_gpu_lab.reset()
 
 

@@ -1,7 +1,7 @@
-"""Ranks whose device memory the shim offloads move between nodes with fake GPUs.
+"""Ranks whose device memory the shim offloads into files move between nodes with fake GPUs (`hold_device_memory` is off).
 
 Daemons, CRIU, shim, helper and stripes are real; only the driver is fake. What happens when such a move fails is in
-test_offload_undo.py. The same on a real GPU is in integration/gpu.
+test_offload_undo.py, and memory that stays on its GPU in test_hold.py. The same on a real GPU is in integration/gpu.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, UNDONE, 
 from snapshotd.moves.device import standstill
 from snapshotd.runtime.faults import Point
 from tests.sampling import Sampler
+
+
+@pytest.fixture
+def lab(fake_gpu_files_lab: GpuCluster) -> Iterator[GpuCluster]:
+    yield fake_gpu_files_lab
+    fake_gpu_files_lab.reset()
 
 
 @pytest.mark.sampled(1)

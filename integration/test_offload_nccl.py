@@ -1,4 +1,5 @@
-"""Ranks that use NCCL and whose device memory is offloaded move, and are undone, on fakes of both libraries.
+"""Ranks that use NCCL and whose device memory is offloaded move, and are undone, on fakes of both libraries: with memory that
+stays on its GPU until it is sent, and through files.
 
 What must hold between the two: the job still runs while the offload is prepared; no communicator exists while memory is
 offloaded, on either node; and memory is back before the first communicator is rebuilt.
@@ -8,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from integration.configuring import configured
 from integration.gpu_nodes import GpuCluster
 from integration.harness import PATIENCE_S, SHORT_LEASE, until
 from integration.nccl_nodes import NcclJob, unsettled
@@ -37,6 +40,23 @@ def start(lab: GpuCluster, *places: str, shape: str = "world") -> NcclJob:
     )
     job.await_lines(5)
     return job
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["held", "files"])
+def both_ways_lab(fake_gpu_lab: GpuCluster, request: pytest.FixtureRequest) -> Iterator[GpuCluster]:
+    with configured(fake_gpu_lab.cluster, fake_gpu_lab.lab.nodes, {"hold_device_memory": request.param}):
+        yield fake_gpu_lab
+
+
+@pytest.fixture
+def held(request: pytest.FixtureRequest) -> bool:
+    return bool(request.node.callspec.params["both_ways_lab"])
+
+
+@pytest.fixture
+def lab(both_ways_lab: GpuCluster) -> Iterator[GpuCluster]:
+    yield both_ways_lab
+    both_ways_lab.reset()
 
 
 def part(result: dict[str, Any], name: str) -> dict[str, Any]:
@@ -80,14 +100,18 @@ def test_both_ranks_of_one_node_move(lab: GpuCluster) -> None:
 
 
 @pytest.mark.sampled(3, group="offloaded NCCL jobs")
-def test_memory_of_nccl_is_freed_before_the_offload(lab: GpuCluster) -> None:
-    """It is neither offloaded nor part of the driver's checkpoint."""
+def test_memory_of_nccl_is_freed_before_the_offload(lab: GpuCluster, *, held: bool) -> None:
+    """It is neither offloaded nor part of the driver's checkpoint. Held memory is still on the GPU, with what copies it."""
     job = start(lab, SOURCE, PEER)
     used = used_bytes(lab, SOURCE)
     with lab.cluster.moving(job.ranks[0], TARGET, SOURCE, Point.OFFLOADED) as asked:
-        until("the memory to leave the GPU", lambda: used_bytes(lab, SOURCE) <= used - (DEVICE_MIB + BUFFER_MIB) * MIB)
+        if not held:
+            until(
+                "the memory to leave the GPU", lambda: used_bytes(lab, SOURCE) <= used - (DEVICE_MIB + BUFFER_MIB) * MIB
+            )
     assert asked.code == 0, f"{asked.answer}{asked.errors}{lab.cluster.logs()}"
     moved_both(asked.answer)
+    assert part(asked.answer, "checkpoint")["bytes"] <= used - (DEVICE_MIB + BUFFER_MIB) * MIB
     job.await_progress()
     until("exactly the same memory on the GPU", lambda: used_bytes(lab, TARGET) == used)
     job.ends_well()

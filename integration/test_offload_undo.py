@@ -1,4 +1,4 @@
-"""Moves of ranks with offloaded device memory that fail, or during which a process is killed: undone, and memory intact."""
+"""Moves of ranks with device memory in files that fail, or during which a process is killed: undone, and memory intact."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ ENDED = 21
 THREADED = (*LARGE, "--threads", "1")
 #: For tests that fill up the rest of a GPU.
 HALF_MIB = ("--mib", "240", "--blocks", "2", "--api", "runtime")
+
+
+@pytest.fixture
+def lab(fake_gpu_files_lab: GpuCluster) -> Iterator[GpuCluster]:
+    yield fake_gpu_files_lab
+    fake_gpu_files_lab.reset()
 
 
 @pytest.mark.sampled(1, per="node", cover="point")

@@ -172,7 +172,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     nodes: Annotated[dict[str, str] | None, Meta(description='a table with NAME = "host:port" for each node')] = None
     health: Annotated[Settings, toml_file.table("a table", Settings)] = Settings()
     # Whether device memory stays on its GPU until it is sent, or goes through files in this node's memory.
-    hold_device_memory: Annotated[bool, Meta(description="true or false")] = False
+    hold_device_memory: Annotated[bool, Meta(description="true or false")] = True
     # Whether such memory is handed over, and not sent, between nodes of one machine that use the same GPU.
     hand_over_device_memory: Annotated[bool, Meta(description="true or false")] = True
     # Whether large memory of a rank that leaves is read by several threads beside criu: not finished, see docs/operations.md.
@@ -183,8 +183,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_copy_on_write: Annotated[bool, Meta(description="true or false")] = True
     # A directory on a local disk for images of snapshots for which there is no memory; empty: they are refused.
     snapshot_spill_dir: Annotated[str, toml_file.text("an absolute path", _absolute_or_empty)] = ""
-    # Whether jobs whose lowest rank is here can be snapshotted and rolled back: not finished, see docs/limits.md.
-    job_snapshots: Annotated[bool, Meta(description="true or false")] = False
+    # Whether jobs whose lowest rank is here can be snapshotted. They are rolled back to snapshots that they have in any case.
+    job_snapshots: Annotated[bool, Meta(description="true or false")] = True
     device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"
 
     @property

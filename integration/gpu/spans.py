@@ -1,6 +1,7 @@
 """Prints where the time of a rank's part in a snapshot or move went on one node: what its daemon recorded of it.
 
-A process of its own asks, because one enters the network of a lab for good: `python -m integration.gpu.spans CLUSTER NODE MOVE`.
+A process of its own asks, because one enters the network of a lab for good:
+`python -m integration.gpu.spans CLUSTER NODE MOVE`.
 """
 
 from __future__ import annotations

@@ -45,13 +45,6 @@ def undisturbed() -> Iterator[Undisturbed]:
         yield runs
 
 
-@pytest.fixture
-def holding(nodes: Cluster) -> Iterator[Cluster]:
-    hold_device_memory(nodes, (SOURCE, TARGET), on=True)
-    yield nodes
-    hold_device_memory(nodes, (SOURCE, TARGET), on=False)
-
-
 def _of_the_gpu(what: str) -> int:
     """What is used of the GPU, by all processes, or how much it has, in MiB."""
     asked = ["nvidia-smi", f"--query-gpu=memory.{what}", "--format=csv,noheader,nounits"]
@@ -78,38 +71,38 @@ def _table(results: Mapping[str, dict[str, Any]]) -> None:
     print(f"| pause | {' | '.join(str(one.get('pause_s', '')) for one in results.values())} |")
 
 
-def test_undone_moves_leave_the_memory_and_nothing_else(holding: Cluster, undisturbed: Undisturbed) -> None:
+def test_undone_moves_leave_the_memory_and_nothing_else(nodes: Cluster, undisturbed: Undisturbed) -> None:
     """The memory belongs to no process when the source's daemon is killed; its successor gives it back. After that and
     another undone move the job has memory of its own, once: the driver would not checkpoint it otherwise."""
     _must_fit_twice()
-    training = Training.start(holding, "hold-daemon", LARGE, device_memory="offload")
+    training = Training.start(nodes, "hold-daemon", LARGE, device_memory="offload")
     training.await_moment()
     undisturbed.settled()  # it uses the GPU too
     before_mib = _used_mib()
-    holding.fault(SOURCE, Point.CHECKPOINTED, "kill")
-    with holding.begin_move(training.job, TARGET) as move:
-        until("the daemon to die", lambda: holding.lab.daemon_pid(SOURCE) is None)
-        assert holding.processes_of("snapshotd.holder.process")
-        holding.lab.start_daemon(SOURCE)
+    nodes.fault(SOURCE, Point.CHECKPOINTED, "kill")
+    with nodes.begin_move(training.job, TARGET) as move:
+        until("the daemon to die", lambda: nodes.lab.daemon_pid(SOURCE) is None)
+        assert nodes.processes_of("snapshotd.holder.process")
+        nodes.lab.start_daemon(SOURCE)
         move.wait(180)
     training.await_progress()
-    holding.fault(TARGET, Point.REFILLED, "fail")
-    holding.move(training.job, TARGET, expect=UNDONE)
+    nodes.fault(TARGET, Point.REFILLED, "fail")
+    nodes.move(training.job, TARGET, expect=UNDONE)
     training.await_progress()
-    until("the holder to end", lambda: not holding.processes_of("snapshotd.holder"))
+    until("the holder to end", lambda: not nodes.processes_of("snapshotd.holder"))
     until("the memory of the copies to be free", lambda: abs(_used_mib() - before_mib) < 256)
     training.move(TARGET)
     training.runs_on(TARGET)
     training.ends_as(undisturbed.want(LARGE))
 
 
-def test_held_memory_moves_there_and_back_and_is_undone(holding: Cluster, undisturbed: Undisturbed) -> None:
+def test_held_memory_moves_there_and_back_and_is_undone(nodes: Cluster, undisturbed: Undisturbed) -> None:
     """One job: an undone move, a move there, and a move back with memory that was created by another process."""
     _must_fit_twice()
-    training = Training.start(holding, "hold", LARGE, device_memory="offload")
+    training = Training.start(nodes, "hold", LARGE, device_memory="offload")
     training.await_moment()
-    holding.fault(SOURCE, Point.STREAM, "fail")
-    undone = holding.move(training.job, TARGET, expect=UNDONE)
+    nodes.fault(SOURCE, Point.STREAM, "fail")
+    undone = nodes.move(training.job, TARGET, expect=UNDONE)
     training.await_progress()
     results = []
     for to in (TARGET, SOURCE):
@@ -147,7 +140,7 @@ def test_memory_is_handed_over_between_nodes_that_share_the_gpu(nodes: Cluster, 
             until("one copy of the memory", lambda: abs(_used_mib() - before_mib) < 1024)
         training.ends_as(undisturbed.want(LARGE))
     finally:
-        hold_device_memory(nodes, (SOURCE, TARGET), on=False)
+        hold_device_memory(nodes, (SOURCE, TARGET), on=True)
     found = {name: measured(result) for name, result in results.items()}
     record("hand-over", gib=LARGE_GIB, moves=found)
     _table(found)

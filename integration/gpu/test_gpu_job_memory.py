@@ -20,22 +20,19 @@ from typing import Any
 
 import pytest
 
+from integration.gpu import host_memory, spans
 from integration.gpu.gpu_jobs import (
     GIB,
-    OTHER,
     PATIENCE_S,
     SOURCE,
     STEPS,
-    TARGET,
     Training,
     Undisturbed,
-    hold_device_memory,
     measured,
     needs_cuda,
     record,
     undisturbed_runs,
 )
-from integration.gpu import host_memory, spans
 from integration.harness import Cluster, until
 
 pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600), needs_cuda()]
@@ -78,13 +75,6 @@ def undisturbed() -> Iterator[Undisturbed]:
         yield runs
 
 
-@pytest.fixture
-def holding(nodes: Cluster) -> Iterator[Cluster]:
-    hold_device_memory(nodes, (SOURCE, TARGET, OTHER), on=True)
-    yield nodes
-    hold_device_memory(nodes, (SOURCE, TARGET, OTHER), on=False)
-
-
 @contextlib.contextmanager
 def gpu(*, full: bool) -> Iterator[None]:
     if not full:
@@ -118,25 +108,25 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_killed_rank_is_put_back_from_a_snapshot(holding: Cluster, undisturbed: Undisturbed, *, full: bool) -> None:
+def test_killed_rank_is_put_back_from_a_snapshot(nodes: Cluster, undisturbed: Undisturbed, *, full: bool) -> None:
     undisturbed.settled()
-    training = Training.start(holding, f"memory{int(full)}", LARGE, device_memory="offload")
+    training = Training.start(nodes, f"memory{int(full)}", LARGE, device_memory="offload")
     training.await_moment()
     with gpu(full=full):
-        taken = ask(holding, "snapshot", training.job.name)
-        where = spans.of_last_freeze(holding, SOURCE)
+        taken = ask(nodes, "snapshot", training.job.name)
+        where = spans.of_last_freeze(nodes, SOURCE)
         training.await_progress()
     sizes = {part["name"]: part["bytes"] for part in taken["parts"]}
     assert taken["warnings"] == []
     assert float(LARGE_GIB) * GIB <= sizes["offload"] == sizes["save"]
     assert ("copy-out" in sizes, "give-back" in sizes) == (full, not full)
-    until("the holders to end", lambda: not holding.processes_of("snapshotd.holder"))
+    until("the holders to end", lambda: not nodes.processes_of("snapshotd.holder"))
     results = {"snapshot": taken}
     if host_memory.available_bytes() > 2 * float(LARGE_GIB) * GIB:
         rank = training.pid()
         assert rank is not None
         os.kill(rank, signal.SIGKILL)
-        results["rollback"] = ask(holding, "rollback", training.job.name)
+        results["rollback"] = ask(nodes, "rollback", training.job.name)
         training.runs_on(SOURCE)
     training.ends_as(undisturbed.want(LARGE))
     record("job-memory", gib=LARGE_GIB, full=full, **{name: measured(one) for name, one in results.items()})

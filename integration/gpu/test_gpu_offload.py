@@ -1,4 +1,5 @@
-"""The shim offloads device memory: it copies it to the host, releases it, and maps it again at the same addresses.
+"""The shim offloads device memory: it copies it to the host, releases it, and maps it again at the same addresses. So it
+does where memory cannot stay on its GPU until it is sent (`hold_device_memory` is off here).
 
 Covers every allocator of torch, memory that is left to the driver, and a job that does everything at once. All output
 is bit-identical to that of an undisturbed run. The rest of the suite also runs with `SNAPSHOT_GPU_MEMORY=driver`.
@@ -20,6 +21,7 @@ from integration.gpu.gpu_jobs import (
     TARGET,
     Training,
     Undisturbed,
+    hold_device_memory,
     measured,
     needs_cuda,
     record,
@@ -48,6 +50,13 @@ ALLOCATORS = (
 POOLS = Variant("pools", _BALLAST, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"})
 THERE_AND_BACK = Variant("offload-everything", (*_BALLAST, "--raw-mib", "128", *BUSY), steps=2 * STEPS)
 ROUND_TRIPS = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files(plain_lab: Cluster) -> Iterator[None]:
+    hold_device_memory(plain_lab, plain_lab.lab.nodes, on=False)
+    yield
+    hold_device_memory(plain_lab, plain_lab.lab.nodes, on=True)
 
 
 @pytest.fixture(scope="module")

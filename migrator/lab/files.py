@@ -79,7 +79,6 @@ def _daemon_text(layout: Layout, record: Record, node: str) -> str:
         "state_dir": str(layout.state / node),
         "run_dir": "/run/snapshotd",
         "image_dir": "/run/snapshotd/images",
-        "job_snapshots": True,
         "memory_claims_dir": str(layout.state / "memory"),  # the nodes share one machine's memory
         "metrics_listen": "127.0.0.1:9470",
         "network_user": "nobody",  # exists everywhere

@@ -81,7 +81,7 @@ class Holding:
 
     def ready(self, stripes: int, slot_bytes: int) -> int:
         """Prepares a hand-over while the job may run; returns the bytes. The numbers describe the layout in which the content
-        may be sent (shim/README.md), and must be the same for both directions."""
+        may be sent (shim/README.md), and must be the same for both directions. Raises CannotExport."""
         with self._mailbox.turn():
             self.close()
             self._mailbox.cancel_device(False)
@@ -174,6 +174,8 @@ class Holding:
 
     def _ask(self, wanted: str, command: Command, timeout_s: float, *arguments: int) -> int:
         answer = self._mailbox.ask(command, timeout_s, *arguments)
+        if answer.status == errno.EXDEV:
+            raise CannotExport(answer.text)
         if answer.status:
             raise devmem._failure(self.process, wanted, answer)
         return answer.first

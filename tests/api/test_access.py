@@ -146,6 +146,16 @@ async def test_node_that_calls_an_operator_method_is_denied(serve: Serve) -> Non
     assert "migrator pki operator" in got.value.advice
 
 
+@pytest.mark.parametrize(
+    "method", ["Begin", "Detach", "Attach", "Commit", "Abort", "Drop", "Rollback", "HandOver", "Adopt", "Succeed"]
+)
+def test_only_operators_decide_about_jobs(method: str) -> None:
+    """Snapshots and rollbacks are on by default."""
+    check(f"/snapshotd.v1.Job/{method}", Caller("operator", "alice"))
+    with pytest.raises(Denied, match="only an operator may"):
+        check(f"/snapshotd.v1.Job/{method}", Caller("node", "node-2"))
+
+
 async def test_certificate_of_another_role_is_denied(serve: Serve) -> None:
     async with serve(Everything().register) as served, served.by(served.certificates.wrong_role) as client:
         with pytest.raises(SnapshotError) as got:

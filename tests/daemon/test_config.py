@@ -94,6 +94,8 @@ def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
         nccl_member_timeout_ms=20,
         gpu_library_dir="",
         device_channel="encrypted",
+        hold_device_memory=True,
+        job_snapshots=True,
     )
     assert all(type(value) is str for value in (config.listen, config.advertise, config.criu, *config.carry_paths))
     assert config.admin_socket == Path("/run/snapshotd/admin.sock")

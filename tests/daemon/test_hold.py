@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from snapshotd.api.errors import Full, GpuFailed, Timeout, Where
+from snapshotd.api.errors import Full, GpuFailed, Timeout, Unreachable, Where
 from snapshotd.inprocess import holding
+from snapshotd.inprocess.holding import CannotExport
 from snapshotd.moves.device import hold, offload
 from snapshotd.moves.device.memory import Lost
 from snapshotd.moves.device.parts import Parts
@@ -79,6 +80,29 @@ async def test_failed_preparation_leaves_no_other_one_running(holding_source: So
     parking = await prepared(holding_source)
     assert [one.said for one in Held.made] == [["closed"], ["prepared", "closed"]]
     assert "goes through files on this node: the GPU is not there" in parking.warnings[0]
+    await parking.close()
+
+
+async def test_memory_that_cannot_be_exported_goes_through_files_without_a_warning(
+    holding_source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def prepare(held: Held, *, sends: bool) -> None:
+        raise CannotExport("the program has created memory that cannot be exported")
+
+    monkeypatch.setattr(Held, "prepare", prepare)
+    parking = await prepared(holding_source)
+    assert (parking.warnings, parking.holds, len(parking.striped)) == ([], False, 2)
+    assert [one.said for one in Held.made] == [["closed"], ["closed"]]
+    await parking.close()
+
+
+async def test_missing_channel_is_reported_once(holding_source: Source) -> None:
+    """It is asked for twice: for held memory, and for files."""
+    holding_source.refusal = Unreachable("b does not answer")
+    parking = await prepared(holding_source)
+    assert not parking.holds
+    (warning,) = parking.warnings
+    assert "for lack of a device-memory channel: b does not answer" in warning
     await parking.close()
 
 

@@ -162,6 +162,23 @@ def test_holder_that_ends_does_not_remove_the_socket_of_the_next(holder: Holder,
     assert kept(holder, "m-1/7") == [(0, b"content")]
 
 
+def test_it_keeps_more_blocks_than_the_soft_limit_of_the_daemon(place: Path) -> None:
+    """A rank has thousands; the hard limit is that of the daemon's unit."""
+    blocks, (soft, hard) = 200 * BATCH, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < blocks + 64:
+        pytest.skip(f"this process may open {hard} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    holder = Holder(place)
+    try:
+        keep(holder, "m-1/7", [b"x"] * blocks)
+        assert holder.count("m-1/7") == blocks
+        assert len(kept(holder, "m-1/7")) == blocks
+    finally:
+        holder.drop(["m-1/7"])
+        holder.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_lack_of_descriptors_is_an_error(holder: Holder) -> None:
     """The kernel drops those that do not fit: memory would be lost."""
     contents = [b"x"] * BATCH

@@ -45,7 +45,7 @@ class Member:
     def start(self) -> None:
         """Starts the daemon, also again."""
         self.journal, self.ranks = Journal(self.folder), Ranks(self.folder)
-        config = SimpleNamespace(node=self.name, advertise=self.name, job_snapshots=True)
+        config = SimpleNamespace(node=self.name, advertise=self.name)
         node: Any = SimpleNamespace(config=config, journal=self.journal, ranks=self.ranks, client=self._client)
         nothing: Any = SimpleNamespace(moves={})
         self.steps = JobSteps(node, nothing)

@@ -20,7 +20,7 @@ from snapshotd.holder.copying import Copying, stripe_sizes
 from snapshotd.inprocess import devmem, holding
 from snapshotd.inprocess.holding import CannotExport, HeldBlock
 from snapshotd.moves.device.memory import Lost
-from snapshotd.moves.device.source_channel import SourceChannel
+from snapshotd.moves.device.source_channel import SourceChannel, reason
 from snapshotd.moves.device.standstill import LOCK_S
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.node import Node
@@ -63,8 +63,8 @@ class Hold:
         self._blocks: list[HeldBlock] = []
 
     async def prepare(self, *, sends: bool) -> None:
-        """While the job runs. `sends`: False if the target takes the memory over. Raises a SnapshotError or OSError; nothing
-        has happened then."""
+        """While the job runs. `sends`: False if the target takes the memory over. Raises a SnapshotError, OSError or
+        CannotExport; nothing has happened then."""
         await in_thread(self._holding.must_know_how)
         await in_thread(self._holding.ready, len(self._names), self._slot_bytes)
         if sends:
@@ -160,11 +160,11 @@ def own(process: Process, stripes: int, slot_bytes: int, timeout_s: float) -> No
         found.own(timeout_s)
     except Timeout:  # a call into CUDA has not returned: the job may run only if the process itself agrees
         raise
-    except SnapshotError as error:
+    except (SnapshotError, CannotExport) as error:
         log.warning(
             "process %d: its device memory was handed back, but cannot be made its own yet: %s",
             process.pid,
-            error.message,
+            reason(error),
         )
 
 

@@ -23,6 +23,7 @@ from snapshotd.api.errors import Full, RankGone, SnapshotError, Unreachable, Whe
 from snapshotd.cuda.driver import Gpus
 from snapshotd.holder import window
 from snapshotd.inprocess.devmem import Caught, TooSmall
+from snapshotd.inprocess.holding import CannotExport
 from snapshotd.moves.device import checkpoint_room, standstill, stripe_files
 from snapshotd.moves.device.hold import Hold
 from snapshotd.moves.device.into_image import IntoImage
@@ -31,7 +32,7 @@ from snapshotd.moves.device.parts import Parts, each
 from snapshotd.moves.device.source_channel import SourceChannel, reason
 from snapshotd.moves.device.standstill import LOCK_S
 from snapshotd.moves.device.stripe_room import StripeRoom
-from snapshotd.moves.device.striped import Striped, candidates
+from snapshotd.moves.device.striped import Striped, candidates, drop_holds, prepare_holds
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.record_parts import OffloadedMemory, StripedProcess
@@ -63,6 +64,7 @@ class Offload:
         self.channel = SourceChannel(node, move_log, self.names, self._warn)
         #: If the processes cannot be asked, the bytes that preflight saw.
         self._wanted_bytes = sum(one.expected_bytes for one in striped) or preflight_bytes
+        self._no_hold = ""  # why memory that should stay on its GPU cannot
         self._target_is_full = ""  # why it has no room for the whole device memory
         self._room = StripeRoom(node, move_log.move, len(self.names))
         #: Of a snapshot: it stays here, and the rank goes on.
@@ -117,7 +119,9 @@ class Offload:
         await in_thread(self.log.mark, self.log.last_mark, striped_processes=striped)
 
     async def _prepare_to_hold(self) -> bool:
-        """Prepares the memory to stay on its GPU until it is sent. False, with a warning, if it has to go through files."""
+        """Prepares the memory to stay on its GPU until it is sent. False if it has to go through files, with a warning unless
+        the program has created memory that cannot be exported."""
+        heard = len(self.warnings)
         try:
             await in_thread(partial(self._room.place, beside_image=self.into_image is not None))
             await in_thread(self._room.make_folder)
@@ -138,22 +142,18 @@ class Offload:
                 whole = self.into_image is not None
                 one.hold = await in_thread(Hold, self.node, self.log.move, one.process, *place, whole=whole)
             await self._journal()
-            sends = not self.channel.takes_over
-            preparing = (one.hold.prepare(sends=sends) for one in self.striped if one.hold is not None)
-            for failed in await asyncio.gather(
-                *preparing, return_exceptions=True
-            ):  # none goes on behind the others' back
-                if isinstance(failed, BaseException):
-                    raise failed
+            await prepare_holds(self.striped, sends=not self.channel.takes_over)
             if self.into_image is not None:  # the processes that copy take some memory there
                 await self.into_image.choose_place(self._gpus[0], self.expected_bytes)
-        except (SnapshotError, OSError) as error:
-            self._warn(f"device memory goes through files on this node: {reason(error)}")
-            for one in self.striped:
-                if one.hold is not None:
-                    await one.hold.close()
-                    await all_at_once(Striped.drop, [one])
-                one.hold = None
+        except (SnapshotError, OSError, CannotExport) as error:
+            self._no_hold = str(reason(error))
+            text = f"device memory goes through files on this node: {self._no_hold}"
+            if isinstance(error, CannotExport) or self.warnings[heard:]:
+                del self.warnings[heard:]  # of the channel, which warns again when it is opened again
+                log.info("%s", text)
+            else:
+                self._warn(text)
+            await drop_holds(self.striped)
             await self.channel.close()
             self.channel.hold(0, "")
             await in_thread(self._room.give_up)
@@ -184,11 +184,9 @@ class Offload:
         preflight checked for less. Blocking. Raises Full, also if the target has no room for it."""
         left_bytes = self._wanted_bytes - sum(one.expected_bytes for one in self.striped)
         if left_bytes > 0 and self._target_is_full:
-            raise Full(
-                f"device memory cannot stay on its GPU until it is sent ({self.warnings[0]}), and the target has no room for"
-                f" it: {self._target_is_full}",
-                where=where,
-            )
+            why = f" ({self._no_hold})" if self._no_hold else ""
+            text = f"device memory goes through files{why}, and the target has no room for it: {self._target_is_full}"
+            raise Full(text, where=where)
         if left_bytes > 0:
             why = f"device memory cannot be offloaded ({'; '.join(self.warnings)}), and"
             checkpoint_room.reserve(self.node, self.log.move, pid, left_bytes, why, where)

@@ -5,6 +5,7 @@ Invariant: only a process that runs, and whose memory is on its GPU, is chosen.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.hold import Hold
 from snapshotd.proc import tree
 from snapshotd.proc.tree import Process
+from snapshotd.runtime.blocking import all_at_once
 
 
 @dataclass
@@ -48,6 +50,23 @@ class Striped:
         """Releases what was prepared in the process, if it still can. Blocking."""
         with contextlib.suppress(SnapshotError):
             self.memory.drop()
+
+
+async def prepare_holds(striped: Sequence[Striped], *, sends: bool) -> None:
+    """As `Hold.prepare`, for each of them; none goes on behind the others' back."""
+    preparing = (one.hold.prepare(sends=sends) for one in striped if one.hold is not None)
+    for failed in await asyncio.gather(*preparing, return_exceptions=True):
+        if isinstance(failed, BaseException):
+            raise failed
+
+
+async def drop_holds(striped: Sequence[Striped]) -> None:
+    """Their memory is not handed over after all. Idempotent."""
+    for one in striped:
+        if one.hold is not None:
+            await one.hold.close()
+            await all_at_once(Striped.drop, [one])
+        one.hold = None
 
 
 def candidates(processes: Sequence[Process]) -> list[Striped]:

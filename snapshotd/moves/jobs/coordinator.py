@@ -13,14 +13,14 @@ import time
 from collections.abc import Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, SnapshotError, Undone, Usage, Where
+from snapshotd.api.errors import Busy, Refused, SnapshotError, Undone, Usage, Where
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import JobDecision, Part
 from snapshotd.moves.jobs import admission, dropping, listing, participants, records, snapshots
 from snapshotd.moves.jobs.communicators import JobCommunicators
 from snapshotd.moves.jobs.lease import Leases, voters_of
 from snapshotd.moves.jobs.promises import Promises
-from snapshotd.moves.jobs.rollback import Rollbacks, must_be_allowed
+from snapshotd.moves.jobs.rollback import Rollbacks
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
@@ -69,8 +69,13 @@ class JobSteps(Steps):
             return pb.BeginJobReply()
         if not 1 <= request.lease_s <= 3600 or not 0 < len(request.participants) <= MAX_RANKS:
             raise Usage("a job record begins with participants and a lease of 1 to 3600 s")
-        if request.snapshot:
-            must_be_allowed(self.node)
+        if request.snapshot and not self.node.config.job_snapshots:
+            raise Refused(
+                f"snapshots of running jobs are switched off on {self.node.config.node}, which would coordinate them",
+                remedy="snapshots take memory of the job's nodes; if that is wanted, remove `job_snapshots = false` from"
+                " snapshotd.toml of that node and restart snapshotd there",
+                where=Where.UNTOUCHED,
+            )
         parts = [JobPart.of(one) for one in request.participants]
         for part in parts:
             check_move_id(part.move)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, NotFound, Refused, SnapshotError, Usage, Where, WrongState
+from snapshotd.api.errors import Busy, NotFound, SnapshotError, Usage, Where, WrongState
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Ended, JobDecision, Part
 from snapshotd.moves.jobs import dropping, lost_time, participants, records
@@ -33,17 +33,6 @@ log = logging.getLogger(__name__)
 
 END_S = 30.0
 ASK_S = 5.0
-
-
-def must_be_allowed(node: Node) -> None:
-    """Raises Refused unless this node is configured to coordinate snapshots."""
-    if not node.config.job_snapshots:
-        raise Refused(
-            f"snapshots of running jobs are switched off on {node.config.node}, which would coordinate them",
-            remedy="they are not finished (docs/limits.md says what is missing); to try them out, set job_snapshots = true in"
-            " its snapshotd.toml",
-            where=Where.UNTOUCHED,
-        )
 
 
 def rolled_back_already(before: MoveLog) -> WrongState:
@@ -73,7 +62,6 @@ class Rollbacks:
                 if (before := self.journal.find(known.record.snapshot)) is not None:
                     await self.leases.declare(before, lost)
             return known
-        must_be_allowed(self.node)
         nodes = [ClusterNode.of(node) for node in request.nodes]
         async with deciding:
             snapshot, ends = await in_thread(self._examined, request)

@@ -181,7 +181,7 @@ def test_memory_that_was_created_without_a_descriptor_is_found_before_the_job_wa
     """As torch's expandable segments create it."""
     job = start_job("grow 1", "segments")
     one = holding(job)
-    with pytest.raises(GpuFailed, match="cannot be exported"):
+    with pytest.raises(CannotExport, match="has created memory that cannot be exported"):
         one.ready(STRIPES, SLOT_BYTES)
     one.close()
     job.is_settled(offloaded=False)
