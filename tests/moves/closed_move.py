@@ -24,6 +24,7 @@ from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.source import closed_files as sending
+from snapshotd.moves.source import sink
 
 #: Of this test process alone: tests that run at the same time have processes of other users.
 USER = User(300_000 + os.getpid(), 300_000 + os.getpid())
@@ -93,13 +94,13 @@ class Move:
         monkeypatch.setattr(sending, "user_of_rank", lambda pid, user_id: USER)
         monkeypatch.setattr(sending, "FRESH_S", -60.0)
         monkeypatch.setattr(sending, "Sender", lambda streams, chunk_bytes: self.sender)
-        monkeypatch.setattr(sending, "streams_to_target", self._streams)
+        monkeypatch.setattr(sink, "streams_to_target", self._streams)
         self.cache = self.local / "cache"
         self.cache.mkdir()
         os.chown(self.cache, USER.user_id, USER.group_id)
 
     @asynccontextmanager
-    async def _streams(self, _node: object, _begin: object) -> AsyncIterator[list[Any]]:
+    async def _streams(self, _node: object, _begin: object, *, go_last: bool) -> AsyncIterator[list[Any]]:
         yield []
 
     def begin(self, move: str, role: str) -> MoveLog:

@@ -54,7 +54,8 @@ async def test_room_for_device_memory_is_reserved_while_the_rank_runs(
     monkeypatch.setattr(offload, "prepare", prepare)
     monkeypatch.setattr(checkpoint_room, "reserve", reserve)
     store = SimpleNamespace(create=lambda move, size: seen.append(("image", move, size)))
-    node: Any = SimpleNamespace(store_of=lambda _begin: store, gpus=None, caches_left={})
+    config = SimpleNamespace(carry_closed_bytes=0)
+    node: Any = SimpleNamespace(store_of=lambda _begin: store, gpus=None, caches_left={}, config=config)
     log: Any = SimpleNamespace(move="m-1", begin=SimpleNamespace(coordinator="m-record", kind=""))
     moving, entry = Moving(log), SimpleNamespace(group=SimpleNamespace(pids=lambda: [7]))
     moving.facts.memory_bytes, moving.facts.carried_bytes = 100, 3
