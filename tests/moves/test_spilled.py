@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.into_image import IntoImage
 from snapshotd.moves.device.stripe_room import ON_DISK, StripeRoom
 from snapshotd.moves.device.striped import Striped
@@ -132,6 +133,23 @@ async def test_device_memory_gets_to_its_image_on_the_disk(place: Place, beside_
     assert {path.stat().st_mode & 0o777 for path in image.iterdir()} == {0o600}
     assert not (place.folder / "images" / "parked").exists()
     assert place.store.room_bytes() == pytest.approx(memory_bytes, rel=0.2), "nothing is left in memory"
+
+
+@pytest.mark.parametrize("striped", [[7], []])
+async def test_files_of_processes_that_are_left_to_the_checkpoint_are_removed(place: Place, striped: list[int]) -> None:
+    move_log = place.begin(IMAGE)
+    names = {pid: f"device-{pid}-0" for pid in (7, 8)}
+    room = StripeRoom(place.node, IMAGE, len(names))
+    room.place(beside_image=True)
+    room.make_folder()
+    await room.make_files([(name, 3) for name in names.values()])
+    for pid in names.keys() - striped:
+        stripe_files.empty(room.path(names[pid]))
+    into = IntoImage(place.node, move_log, room)
+    memory: Any = None
+    into._striped = [Striped(memory, pid, [names[pid]], 3, sizes=[3]) for pid in striped]
+    into._move_files()
+    assert [path.name for path in place.store.path(IMAGE).iterdir()] == [names[pid] for pid in striped]
 
 
 async def test_files_that_were_begun_on_the_disk_in_vain_are_removed(place: Place) -> None:

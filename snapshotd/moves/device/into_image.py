@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from snapshotd.api.errors import GpuFailed, Internal, RankGone, SnapshotError
 from snapshotd.inprocess import devmem
-from snapshotd.moves.device import hold, stripe_files
+from snapshotd.moves.device import hold
 from snapshotd.moves.device.memory import copy_s
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.device.source_channel import reason
@@ -205,9 +205,7 @@ class IntoImage:
         else:
             for name in moved:
                 self._room.path(name).rename(folder / name)
-        if self._room.folder.parent == folder:
-            self._room.folder.rmdir()
-        stripe_files.sweep(self._node.config.image_dir, self._log.move)
+        self._room.remove()
 
     async def close(self) -> None:
         """Stops copying. Idempotent."""
