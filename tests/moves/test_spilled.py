@@ -63,6 +63,13 @@ class Place:
         where = ("train-0-01234567", "train", 0, "a", "a:1", "a", "a:1")
         return self.journal.begin(Begin(move, role, *where, "00" * 32, "boot", 1.0, coordinator="m-c", kind=kind))
 
+    def restart(self) -> None:
+        """The next daemon, with what the one before has left."""
+        self.disk.close()
+        self.disk = SpillDisk(self.disk.folder)
+        self.store = self.node.store = SpillingStore(self.folder / "images", self.disk, room=self.room)
+        self.journal = self.node.journal = Journal(self.folder / "state")
+
     def images(self) -> StoredImages:
         keepers: Any = None
         return StoredImages(self.node, keepers)
@@ -176,3 +183,24 @@ def test_next_daemon_keeps_what_is_needed_and_removes_the_rest(place: Place) -> 
     place.images().adopt()
     assert place.store.moves() == {IMAGE}
     until(lambda: {path.name for path in (place.folder / "disk").iterdir()} == {".boot", IMAGE})
+
+
+@pytest.mark.parametrize(("outcome", "mark"), [(Outcome.ABORT, Mark.DISCARDED), (Outcome.COMMIT, Mark.ACTIVATED)])
+@pytest.mark.parametrize("spilled", [True, False])
+def test_next_daemon_removes_what_ended_rollbacks_have_left(
+    place: Place, outcome: Outcome, mark: Mark, spilled: bool
+) -> None:
+    """Their daemon was killed while it removed the image, after it had journalled the end."""
+    ended, open_ = place.begin(IMAGE, "target", "", spilled=spilled), place.begin(OTHER, "target", "", spilled=spilled)
+    folders = [place.store.path(move) for move in (IMAGE, OTHER)]
+    for folder in folders:
+        (folder / "pages-1.img").write_bytes(b"x" * 5000)
+    for move_log in (ended, open_):
+        move_log.mark(Mark.PREPARED)
+    ended.decide(outcome, "", "coordinator")
+    ended.mark(mark)
+    place.restart()
+    assert place.store.moves() == {IMAGE, OTHER}
+    place.images().adopt()
+    assert place.store.moves() == {OTHER}
+    until(lambda: [folder.exists() for folder in folders] == [False, True])

@@ -70,7 +70,8 @@ class StoredImages:
             if move_log is None:
                 unneeded = self.node.store.on_disk(move)  # a crash before it was journalled
             else:
-                unneeded = bool(move_log.begin.kind and move_log.ended_unix_s and not self._kept(move_log))
+                is_snapshot = bool(move_log.begin.kind)  # else a rank was restored from it, and that has ended
+                unneeded = bool(move_log.ended_unix_s) and not (is_snapshot and self._kept(move_log))
             if unneeded:
                 self.node.store.drop(move)
         self.node.kept_files.sweep(self._needs_files)
