@@ -35,9 +35,13 @@ from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.transport.image.sender import Sender
+from snapshotd.transport.image.stall import Stall
 from snapshotd.transport.image.stream import Stream
 
 log = logging.getLogger(__name__)
+
+#: How often to look whether a disk works.
+LOOK_S = 1.0
 
 
 class StoredImages:
@@ -177,9 +181,23 @@ class StoredImages:
         if move_log.begin.kind != "snapshot" or move_log.committed or not self.node.store.on_disk(move_log.move):
             return []
         began_s = host.boottime_s()
-        await in_thread(self.node.store.sync, move_log.move)
+        await self._until_synced(move_log.move)
         size_bytes = await self._size_of(move_log.move)
         return [pb.Part(name="sync", seconds=host.boottime_s() - began_s, bytes=size_bytes)]
+
+    async def _until_synced(self, move: str) -> None:
+        """A disk that has stalled keeps a thread, and nothing waits for that."""
+        stall, synced_bytes = Stall(self.node.config.node), 0
+
+        def synced(size_bytes: int) -> None:
+            nonlocal synced_bytes
+            synced_bytes += size_bytes
+
+        syncing = asyncio.create_task(in_thread(self.node.store.sync, move, synced), name=f"sync {move}")
+        syncing.add_done_callback(_seen)
+        while not (await asyncio.wait([syncing], timeout=LOOK_S))[0]:
+            stall.look(synced_bytes)
+        await syncing
 
     @step
     async def drop(
@@ -341,6 +359,12 @@ class _Sending:
             boot_id=host.boot_id(),
             begun_unix_s=time.time(),
         )
+
+
+def _seen(syncing: asyncio.Task[None]) -> None:
+    """The caller gets the failure, if it still waits."""
+    if not syncing.cancelled():
+        syncing.exception()
 
 
 def _description(folder: Path) -> ImageDescription:

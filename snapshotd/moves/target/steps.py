@@ -9,6 +9,8 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
+from functools import partial
 
 from snapshotd import preflight
 from snapshotd.api import protocol
@@ -38,7 +40,7 @@ from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import CopyState, Mark, Outcome
 from snapshotd.moves.steps import must_be_at, step
-from snapshotd.moves.target import copies, device_memory, gpus, resumed, short_of_memory, source
+from snapshotd.moves.target import copies, device_memory, gpus, resumed, sealing, short_of_memory, source
 from snapshotd.moves.target.identity import identity_of
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.settling import TargetSettling, facts_of
@@ -207,17 +209,20 @@ class TargetSteps(TargetSettling):
     async def seal(self, request: pb.SealRequest, caller: str) -> pb.SealReply:
         """The source has sent all files: verifies that they are complete, and those that the source has signed."""
         self.authorise_source(request.move, caller)
+        return await sealing.answer(self.moving(request.move), request, partial(self._seal, request))
+
+    async def _seal(self, request: pb.SealRequest, synced: Callable[[int], None]) -> list[str]:
         async with self.working_on(request.move, "stream") as moving:
             with span("check signature"):
                 await self._signatures.check(moving.log.begin, request.files, request.signature)
             with span("verify"):
-                damaged = await in_thread(self.node.store.seal, request.move, request.files)
+                damaged = await in_thread(self.node.store.seal, request.move, request.files, synced=synced)
             if not damaged:
                 await in_thread(self.bulk_receivers.close, request.move)
             if not damaged and moving.log.last_mark is Mark.PREPARED:
                 await in_thread(moving.log.mark, Mark.SEALED)
                 await reach(Point.SEAL)
-            return pb.SealReply(damaged=damaged)
+            return damaged
 
     def authorise_source(self, move: str, caller: str) -> None:
         """Only the source of a move may send its image. Raises Denied."""

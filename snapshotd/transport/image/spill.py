@@ -22,7 +22,7 @@ from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.proc import host
 from snapshotd.proc.room import Room
 from snapshotd.transport.image.frame import Answer, Frame
-from snapshotd.transport.image.store import MOVE_NAME, ImageStore
+from snapshotd.transport.image.store import MOVE_NAME, ImageStore, nothing
 from snapshotd.transport.image.sync import sync_folder
 
 log = logging.getLogger(__name__)
@@ -197,13 +197,16 @@ class SpillingStore(ImageStore):
         disk = self._at(move)
         return super().take(move, frame) if disk is None else disk.take(move, frame)
 
-    def seal(self, move: str, files: Sequence[ImageFile], *, sync: bool = True) -> list[str]:
-        disk = self._at(move)
-        return super().seal(move, files, sync=sync) if disk is None else disk.seal(move, files, sync=sync)
+    def seal(
+        self, move: str, files: Sequence[ImageFile], *, sync: bool = True, synced: Callable[[int], None] = nothing
+    ) -> list[str]:
+        if (disk := self._at(move)) is not None:
+            return disk.seal(move, files, sync=sync, synced=synced)
+        return super().seal(move, files, sync=sync, synced=synced)
 
-    def sync(self, move: str) -> None:
+    def sync(self, move: str, synced: Callable[[int], None] = nothing) -> None:
         disk = self._at(move)
-        return super().sync(move) if disk is None else disk.sync(move)
+        return super().sync(move, synced) if disk is None else disk.sync(move, synced)
 
     def sealed(self, move: str) -> bool:
         disk = self._at(move)

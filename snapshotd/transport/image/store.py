@@ -26,10 +26,10 @@ from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.proc import meminfo
 from snapshotd.proc.room import Room, mib
 from snapshotd.transport.image.chunk_list import is_complete
-from snapshotd.transport.image.frame import IMAGE_NAME, MAX_FILE_BYTES, Answer, Frame, Kind
+from snapshotd.transport.image.frame import Answer, Frame, Kind
 from snapshotd.transport.image.known_blocks import KnownBlocks
 from snapshotd.transport.image.overlay import file_of
-from snapshotd.transport.image.receiving import Receiving
+from snapshotd.transport.image.receiving import Receiving, check_sane
 from snapshotd.transport.image.sparse_file import put
 from snapshotd.transport.image.storage_errors import translated
 from snapshotd.transport.image.sync import sync_files, sync_folder
@@ -44,6 +44,10 @@ ROOM = "images"
 #: What images on a disk leave free there for everything else; of a small file system the twentieth part.
 LEFT_FREE_BYTES = 1 << 30
 _SEAL_NAME = ".sealed"  # not a valid name of an image file
+
+
+def nothing(_bytes: int) -> None:
+    return None
 
 
 class ImageStore:
@@ -101,7 +105,7 @@ class ImageStore:
         """
         if not frame.intact():
             return False
-        _check_sane(frame)
+        check_sane(frame)
         with self._writing(move) as receiving:
             with receiving.changed:
                 known = receiving.chunks.get(frame.name, {}).get(frame.offset)
@@ -133,9 +137,11 @@ class ImageStore:
         log.warning("images of %s: %s at %d arrived damaged", move, frame.name, frame.offset)
         return Answer(Kind.BAD, frame.sequence)
 
-    def seal(self, move: str, files: Sequence[ImageFile], *, sync: bool = True) -> list[str]:
+    def seal(
+        self, move: str, files: Sequence[ImageFile], *, sync: bool = True, synced: Callable[[int], None] = nothing
+    ) -> list[str]:
         """The names of files that are incomplete, missing or unexpected. If there are none, the move is sealed. `sync`: False
-        if a rank waits for it, and `sync` is called later."""
+        if a rank waits for it, and `sync` is called later. `synced` is called with bytes that a disk has."""
         directory = self._directory(move)
         wanted = Counter(file.name for file in files)
         summary = json.dumps(sorted((file.name, file.size, file.chunks, file.digest.hex()) for file in files))
@@ -163,7 +169,7 @@ class ImageStore:
             fresh.touch(mode=0o600)
             fresh.write_text(summary)
             if self._on_disk and sync:
-                sync_files(directory)
+                sync_files(directory, synced)
             fresh.rename(directory / _SEAL_NAME)
             if self._on_disk and sync:
                 sync_folder(directory, self._root)
@@ -177,12 +183,12 @@ class ImageStore:
         self.known_blocks.forget(move)
         return []
 
-    def sync(self, move: str) -> None:
+    def sync(self, move: str, synced: Callable[[int], None] = nothing) -> None:
         """What `seal` has left out, and files that were added since. Until then a disk may have failed without a word."""
         directory = self.path(move)
         if self._on_disk:
             try:
-                sync_files(directory)
+                sync_files(directory, synced)
                 sync_folder(directory, self._root)
             except OSError as error:
                 raise translated(error, f"writing the images of {move} to the disk") from error
@@ -386,14 +392,6 @@ class ImageStore:
             return free_bytes
         memory_bytes = self._room.free(without=ROOM).bytes if self._room is not None else meminfo.available_bytes()
         return min(free_bytes, memory_bytes)
-
-
-def _check_sane(frame: Frame) -> None:
-    """Checked by the parser as well; the store does not rely on its caller."""
-    if not IMAGE_NAME.fullmatch(frame.name):
-        raise Damaged(f"{frame.name[:100]!r} is not the name of an image file")
-    if frame.offset < 0 or frame.length < 0 or frame.offset + frame.length > MAX_FILE_BYTES:
-        raise Damaged(f"{frame.name}: a chunk at {frame.offset} of {frame.length} bytes is beyond {MAX_FILE_BYTES}")
 
 
 def _unknown(move: str) -> NotFound:
