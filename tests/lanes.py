@@ -20,6 +20,7 @@ MAY_LACK: dict[str, tuple[str, ...]] = {
         "needs the memory controller of cgroup v1",
         "needs a file system with O_DIRECT",
         "needs /dev/fuse",
+        "needs a loop device",
         "make test-systemd",
         "make test-all",
     ),

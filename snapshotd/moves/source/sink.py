@@ -74,7 +74,8 @@ class StoreSink:
     async def seal(self, files: Sequence[pb.ImageFile]) -> Sequence[str]:
         with span("seal"):
             sync = self.log.begin.kind != "snapshot"  # its rank waits; it is done when the copies are sent
-            damaged = await in_thread(partial(self.store.seal, self.log.move, files, sync=sync))
-        if not damaged:
-            await in_thread(stored.describe, self.store.path(self.log.move), self.log, self.facts)
+            with self.store.threads(self.log.move):
+                damaged = await in_thread(partial(self.store.seal, self.log.move, files, sync=sync))
+                if not damaged:
+                    await in_thread(stored.describe, self.store.path(self.log.move), self.log, self.facts)
         return damaged

@@ -18,13 +18,14 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from snapshotd.api.errors import Damaged, Full, NotFound, SnapshotError, WrongState
 from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.proc import meminfo
 from snapshotd.proc.room import Room, mib
+from snapshotd.runtime.blocking import waiting_for_disk
 from snapshotd.transport.image.chunk_list import is_complete
 from snapshotd.transport.image.frame import Answer, Frame, Kind
 from snapshotd.transport.image.known_blocks import KnownBlocks
@@ -57,7 +58,8 @@ class ImageStore:
         """`on_disk`: for images that are kept. They must not be limited by the machine's memory, and survive a reboot.
         `room`: where the memory of other images is reserved; None: no others use this machine."""
         self._root, self._on_disk, self._room = image_dir, on_disk, room
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never held while the file system works: all images here use it
+        self._creating = threading.Lock()  # one reservation at a time
         self._receiving: dict[str, Receiving] = {}
         self._sealed: dict[str, str] = {}  # move -> the sealed list of files
         self._dropping: list[threading.Thread] = []
@@ -80,14 +82,15 @@ class ImageStore:
         `window_bytes`: part of it, for files that the device-memory channel empties while it writes them."""
         directory = self._directory(move)
         self.dropped()
-        with self._lock, self._room.turn() if self._room is not None else nullcontext():
-            if move in self._sealed:
+        with self._creating, self._room.turn() if self._room is not None else nullcontext():
+            if self.sealed(move):
                 raise WrongState(f"the images of {move} are already here and sealed")
             if move in self._receiving:
                 return
             if move in self._leftovers:
                 shutil.rmtree(directory, ignore_errors=True)
-                self._leftovers.discard(move)
+                with self._lock:
+                    self._leftovers.discard(move)
             room_bytes = self.room_bytes()
             if capacity_bytes > room_bytes:
                 why = f": {self._room.free()}" if self._room is not None and not self._on_disk else ""
@@ -96,7 +99,8 @@ class ImageStore:
                 directory.mkdir(mode=0o700)
             except OSError as error:
                 raise translated(error, f"creating {directory}") from error
-            self._receiving[move] = Receiving(directory, capacity_bytes, window_bytes=window_bytes)
+            with self._lock:
+                self._receiving[move] = Receiving(directory, capacity_bytes, window_bytes=window_bytes)
 
     def write(self, move: str, frame: Frame) -> bool:
         """Writes one chunk; False, with nothing written, if it arrived damaged and must be sent again.
@@ -154,7 +158,7 @@ class ImageStore:
         if receiving is None:
             raise _unknown(move)
         with receiving.changed:
-            self._close(move, receiving)
+            receiving.close()
             receiving.drop_unlisted(wanted)
             damaged = {file.name for file in files if not is_complete(file, receiving.chunks.get(file.name, {}))}
             damaged |= set(receiving.chunks) - set(wanted)
@@ -202,6 +206,10 @@ class ImageStore:
         """The moves of which anything is here."""
         with self._lock:
             return {*self._receiving, *self._sealed, *self._leftovers}
+
+    def threads(self, move: str) -> AbstractContextManager[None]:
+        """Inside, `in_thread` is for what reads or writes the move's images."""
+        return waiting_for_disk() if self._on_disk else nullcontext()
 
     def path(self, move: str) -> Path:
         """The directory with the move's images, for CRIU."""
@@ -352,13 +360,6 @@ class ImageStore:
             with receiving.changed:
                 receiving.writers -= 1
                 receiving.changed.notify_all()
-
-    def _close(self, move: str, receiving: Receiving) -> None:
-        """Admits no more writers and waits for the active ones. The caller holds the condition."""
-        if receiving.closed:
-            raise WrongState(f"the images of {move} are already being sealed or dropped")
-        receiving.closed = True
-        receiving.changed.wait_for(lambda: not receiving.writers)
 
     def _check_admissible(self, move: str, receiving: Receiving, frame: Frame, known: tuple[int, bytes] | None) -> None:
         if known is not None:
