@@ -203,3 +203,51 @@ def test_held_device_memory_goes_to_the_disk_directly(holding: GpuCluster) -> No
     job.await_progress(3)
     holding.ends_well(job)
     until("the images to be removed with their job", lambda: not any(map(_images, disks)))
+
+
+@contextlib.contextmanager
+def _frozen(disk: Path) -> Iterator[None]:
+    """What writes to it waits in the kernel."""
+    subprocess.run(["fsfreeze", "-f", disk], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "-u", disk], check=True)
+
+
+def _waits_for_disk(pid: int | None) -> bool:
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return "D" in states
+
+
+def test_disk_that_does_not_answer_holds_up_no_move(torch_lab: TorchLab) -> None:
+    nodes = torch_lab.cluster
+    other = nodes.workload(ONE, "chain.py")
+    other.await_lines(3)
+    with _small_disk(nodes, TWO):
+        for node in (ONE, TWO):
+            nodes.configure(node, {KEY: str(_disk(nodes, node))})
+        daemon = nodes.lab.daemon_pid(TWO)
+        disk = Path(f"/proc/{daemon}/root{_disk(nodes, TWO)}")
+        job = torch_lab.plain("ddp.py", "--pace-s", "0.3", "--until", "{end}", nodes=(ONE, TWO), name="stalled")
+        job.await_steps(3)
+        point = Point.RECEIVING
+        with asking(nodes, TWO, point, "wait", "snapshot", job.name) as asked, _frozen(disk):
+            (nodes.run_dir(TWO) / f"{point}.go").touch()
+            until("the daemon to wait for the disk", lambda: _waits_for_disk(daemon))
+            nodes.move(other, TWO)
+            nodes.move(other, ONE)
+            assert _waits_for_disk(daemon)
+            job.await_progress(2)
+        assert asked.code == 0 or asked.answer["reason"], asked  # on a busy machine it may have been given up meanwhile
+        ask(nodes, "snapshot", job.name)
+        os.kill(_rank_1(nodes, job), signal.SIGKILL)
+        ask(nodes, "rollback", job.name)
+        job.await_progress(2)
+        job.end.touch()
+        assert job.finish() == [0, 0], f"{job.text()}\n{nodes.logs()}"
+        torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
+        until("the images to be removed with their job", lambda: not _images(disk))
+    other.process.terminate()
+    assert other.finish() == 0
+    until("nothing to be left", lambda: not nodes.leftovers())

@@ -85,6 +85,8 @@ log = logging.getLogger(__name__)
 #: How long the description of this node waits for NVML. Less than other nodes wait for it, because they need the addresses in
 #: it: a sick GPU, on which NVML hangs, must not make the whole node seem silent.
 GLANCE_S = 2.0
+#: How long the start waits for the disk of snapshots, on which images of before a boot may have to be removed.
+DISK_S = 30.0
 
 
 def _spill_disk(config: Config) -> tuple[SpillDisk | None, str]:
@@ -93,7 +95,7 @@ def _spill_disk(config: Config) -> tuple[SpillDisk | None, str]:
     if not config.snapshot_spill_dir:
         return None, ""
     try:
-        return SpillDisk(Path(config.snapshot_spill_dir)), ""
+        return SpillDisk.within(Path(config.snapshot_spill_dir), DISK_S), ""
     except SnapshotError as error:
         log.error("%s is not used: %s", KEY, error.message)
         return None, error.message

@@ -3069,9 +3069,12 @@ class SealRequest(_message.Message):
     MOVE_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
+    REPEATS_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     signature: _builtins.bytes
     """by the key of the source's certificate; see snapshotd/moves/image_seal.py"""
+    repeats: _builtins.bool
+    """the source repeats this request while the reply is `unfinished`"""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageFile]: ...
     def __init__(
@@ -3080,10 +3083,11 @@ class SealRequest(_message.Message):
         move: _builtins.str = ...,
         files: _abc.Iterable[Global___ImageFile] | None = ...,
         signature: _builtins.bytes = ...,
+        repeats: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "move", b"move", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "move", b"move", "repeats", b"repeats", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3094,16 +3098,24 @@ class SealReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DAMAGED_FIELD_NUMBER: _builtins.int
+    UNFINISHED_FIELD_NUMBER: _builtins.int
+    SYNCED_BYTES_FIELD_NUMBER: _builtins.int
+    unfinished: _builtins.bool
+    """the disk of the target has not written all of the image yet"""
+    synced_bytes: _builtins.int
+    """… but this much"""
     @_builtins.property
     def damaged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         damaged: _abc.Iterable[_builtins.str] | None = ...,
+        unfinished: _builtins.bool = ...,
+        synced_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "synced_bytes", b"synced_bytes", "unfinished", b"unfinished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ from snapshotd.moves.device.offload import Offload
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.precopied import Precopied, Precopy
 from snapshotd.moves.source.twin_memory import TwinMemory
+from snapshotd.moves.target.sealing import Sealing
 from snapshotd.proc import host
 
 
@@ -45,6 +46,7 @@ class Moving:
     nodes: list[pb.NodeAddresses] = field(default_factory=list)  # source: the cluster, from the driver
     short_of_memory: str = ""  # why this move is being undone by the watch of this node's memory
     restoring: asyncio.Task[Any] | None = None  # target
+    sealing: Sealing | None = None  # target: of the image that has arrived
     failure: str = ""  # why a step of the move can never succeed again
     source_seen_s: float = -math.inf  # target: CLOCK_BOOTTIME of the source's last question about the copy held here
     done: bool = False  # target: woken or dropped, nothing is left to do
@@ -70,7 +72,7 @@ class Moving:
     def forget(self) -> None:
         """Drops what only an open move needs, for calls that still have this one."""
         self.offload = self.ahead = self.scope = self.settling = self.streaming = None
-        self.precopy = self.precopied = self.twins = None
+        self.precopy = self.precopied = self.twins = self.sealing = None
         self.facts, self.nodes = pb.RankFacts(), []
 
     def wake(self) -> None:

@@ -1,7 +1,7 @@
 """The only way from the event loop to threads. Nothing else in the daemon may block the loop.
 
 Moves use the threads of the event loop. What users and other callers can cause as often as they like runs in threads of its
-own (`Lane`), so that moves never wait for it.
+own (`Lane`), and so does what waits for a disk that stores images (`waiting_for_disk`), so that moves never wait for it.
 
 Cancelling a caller waits for its thread, because an abandoned thread would keep changing the rank unnoticed. Work that can
 hang for ever (criu, the CUDA driver) belongs in a child process, which can be killed, not in a thread.
@@ -15,9 +15,9 @@ import contextvars
 import functools
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import ParamSpec, TypeVar, cast
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,21 @@ class Lane:
 USERS = Lane("users", threads=32, each=4)
 #: Questions about this node, by caller. On a node with a sick GPU each takes seconds, and a driver of many moves asks often.
 QUERIES = Lane("queries", threads=128, each=32)
+
+
+#: More than all images on a disk use that are written or read at the same time. They are started on demand.
+_of_disk = ThreadPoolExecutor(max_workers=512, thread_name_prefix="disk")
+
+
+@contextmanager
+def waiting_for_disk() -> Iterator[None]:
+    """Inside, and in tasks that are begun inside, `in_thread` uses threads apart from those of moves: a disk that is slow, or
+    does not answer, keeps them, and nothing else waits for it."""
+    token = _executor.set(_of_disk)
+    try:
+        yield
+    finally:
+        _executor.reset(token)
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from functools import partial
 
 from snapshotd.config import Config
-from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.blocking import Reader, in_thread
 from snapshotd.selfcheck import kernel, parts, processes
 from snapshotd.selfcheck.finding import Finding, failed
 from snapshotd.selfcheck.spilling import CHECK, spilling
+
+#: How long the disk of snapshots has to write one MiB. Its check cannot be ended, so as long as it hangs no other begins.
+DISK_S = 20.0
+_disk, _asking = Reader("the disk of snapshots"), asyncio.Lock()
 
 _AGAIN = "mend what the other lines say, then check again"
 
@@ -25,7 +30,7 @@ async def findings(config: Config) -> list[Finding]:
         "certificates": in_thread(parts.certificate, config),
         "network": processes.network(config, daemon_pid),
         "images": in_thread(kernel.images, config),
-        CHECK: in_thread(spilling, config),
+        CHECK: _spilling(config),
         "cgroup": in_thread(kernel.cgroups),
         "kernel": in_thread(kernel.features),
         "time-namespace": in_thread(kernel.time_namespace),
@@ -33,6 +38,15 @@ async def findings(config: Config) -> list[Finding]:
     }
     gathered = await asyncio.gather(*(_result(name, check) for name, check in waiting.items()))
     return [each for result in gathered for each in result]
+
+
+async def _spilling(config: Config) -> Finding:
+    try:
+        async with _asking:
+            return await _disk.run(partial(spilling, config), DISK_S)
+    except TimeoutError:
+        why = f"{config.snapshot_spill_dir} does not answer: nothing was written there within {DISK_S:.0f} s"
+        return failed(CHECK, why, "check that disk: `dmesg` says more")
 
 
 async def _result(name: str, check: Awaitable[Finding | list[Finding]]) -> list[Finding]:

@@ -54,7 +54,7 @@ class Here:
             config=SimpleNamespace(advertise="b:1", listen="b:1", data_addresses=(), image_dir=folder / "images"),
             journal=self.journal,
             ranks=ranks,
-            store=SimpleNamespace(drop_soon=lambda move: None),
+            store=SimpleNamespace(drop_soon=lambda move: None, threads=lambda move: contextlib.nullcontext()),
             credentials=None,
             holder=SimpleNamespace(drop=lambda keys: None, leave=lambda user: None, kept=dict),
         )

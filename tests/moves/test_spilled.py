@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.into_image import IntoImage
 from snapshotd.moves.device.stripe_room import ON_DISK, StripeRoom
 from snapshotd.moves.device.striped import Striped
@@ -61,6 +62,13 @@ class Place:
     def record(self, move: str, role: str = "source", kind: str = "snapshot") -> MoveLog:
         where = ("train-0-01234567", "train", 0, "a", "a:1", "a", "a:1")
         return self.journal.begin(Begin(move, role, *where, "00" * 32, "boot", 1.0, coordinator="m-c", kind=kind))
+
+    def restart(self) -> None:
+        """The next daemon, with what the one before has left."""
+        self.disk.close()
+        self.disk = SpillDisk(self.disk.folder)
+        self.store = self.node.store = SpillingStore(self.folder / "images", self.disk, room=self.room)
+        self.journal = self.node.journal = Journal(self.folder / "state")
 
     def images(self) -> StoredImages:
         keepers: Any = None
@@ -134,6 +142,23 @@ async def test_device_memory_gets_to_its_image_on_the_disk(place: Place, beside_
     assert place.store.room_bytes() == pytest.approx(memory_bytes, rel=0.2), "nothing is left in memory"
 
 
+@pytest.mark.parametrize("striped", [[7], []])
+async def test_files_of_processes_that_are_left_to_the_checkpoint_are_removed(place: Place, striped: list[int]) -> None:
+    move_log = place.begin(IMAGE)
+    names = {pid: f"device-{pid}-0" for pid in (7, 8)}
+    room = StripeRoom(place.node, IMAGE, len(names))
+    room.place(beside_image=True)
+    room.make_folder()
+    await room.make_files([(name, 3) for name in names.values()])
+    for pid in names.keys() - striped:
+        stripe_files.empty(room.path(names[pid]))
+    into = IntoImage(place.node, move_log, room)
+    memory: Any = None
+    into._striped = [Striped(memory, pid, [names[pid]], 3, sizes=[3]) for pid in striped]
+    into._move_files()
+    assert [path.name for path in place.store.path(IMAGE).iterdir()] == [names[pid] for pid in striped]
+
+
 async def test_files_that_were_begun_on_the_disk_in_vain_are_removed(place: Place) -> None:
     place.begin(IMAGE)
     room = StripeRoom(place.node, IMAGE, len(NAMES))
@@ -158,3 +183,24 @@ def test_next_daemon_keeps_what_is_needed_and_removes_the_rest(place: Place) -> 
     place.images().adopt()
     assert place.store.moves() == {IMAGE}
     until(lambda: {path.name for path in (place.folder / "disk").iterdir()} == {".boot", IMAGE})
+
+
+@pytest.mark.parametrize(("outcome", "mark"), [(Outcome.ABORT, Mark.DISCARDED), (Outcome.COMMIT, Mark.ACTIVATED)])
+@pytest.mark.parametrize("spilled", [True, False])
+def test_next_daemon_removes_what_ended_rollbacks_have_left(
+    place: Place, outcome: Outcome, mark: Mark, spilled: bool
+) -> None:
+    """Their daemon was killed while it removed the image, after it had journalled the end."""
+    ended, open_ = place.begin(IMAGE, "target", "", spilled=spilled), place.begin(OTHER, "target", "", spilled=spilled)
+    folders = [place.store.path(move) for move in (IMAGE, OTHER)]
+    for folder in folders:
+        (folder / "pages-1.img").write_bytes(b"x" * 5000)
+    for move_log in (ended, open_):
+        move_log.mark(Mark.PREPARED)
+    ended.decide(outcome, "", "coordinator")
+    ended.mark(mark)
+    place.restart()
+    assert place.store.moves() == {IMAGE, OTHER}
+    place.images().adopt()
+    assert place.store.moves() == {OTHER}
+    until(lambda: [folder.exists() for folder in folders] == [False, True])

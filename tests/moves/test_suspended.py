@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,8 +54,10 @@ async def test_room_for_device_memory_is_reserved_while_the_rank_runs(
     monkeypatch.setattr(memory, "empty_caches", empty_caches)
     monkeypatch.setattr(offload, "prepare", prepare)
     monkeypatch.setattr(checkpoint_room, "reserve", reserve)
-    store = SimpleNamespace(create=lambda move, size: seen.append(("image", move, size)))
     config = SimpleNamespace(carry_closed_bytes=0)
+    store = SimpleNamespace(
+        create=lambda move, size: seen.append(("image", move, size)), threads=lambda _move: contextlib.nullcontext()
+    )
     node: Any = SimpleNamespace(store_of=lambda _begin: store, gpus=None, caches_left={}, config=config)
     log: Any = SimpleNamespace(move="m-1", begin=SimpleNamespace(coordinator="m-record", kind=""))
     moving, entry = Moving(log), SimpleNamespace(group=SimpleNamespace(pids=lambda: [7]))

@@ -85,7 +85,11 @@ def node(tmp_path: Path, other: Other) -> Any:
         journal=Journal(tmp_path / "moves", reserve),
         ranks=SimpleNamespace(all=list, get=lambda *_: None),
         holder=SimpleNamespace(drop=lambda keys: None, leave=lambda user: None, kept=dict),
-        store=SimpleNamespace(drop_soon=lambda move: None, path=lambda move: tmp_path / move),
+        store=SimpleNamespace(
+            drop_soon=lambda move: None,
+            path=lambda move: tmp_path / move,
+            threads=lambda move: contextlib.nullcontext(),
+        ),
         client=client,
     )
 

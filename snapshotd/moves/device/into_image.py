@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from snapshotd.api.errors import GpuFailed, Internal, RankGone, SnapshotError
 from snapshotd.inprocess import devmem
-from snapshotd.moves.device import hold, stripe_files
+from snapshotd.moves.device import hold
 from snapshotd.moves.device.memory import copy_s
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.device.source_channel import reason
@@ -97,13 +97,17 @@ class IntoImage:
             await self.parts.time("copy-out", asyncio.gather(*self._copies), size)
 
     async def _copy(self, one: Striped) -> None:
+        with self._node.store.threads(self._log.move):
+            await self._copy_into_files(one)
+
+    async def _copy_into_files(self, one: Striped) -> None:
         assert one.hold is not None
         largest_bytes = max(one.sizes)
         if largest_bytes > one.stripe_bytes:  # it had more than when the files were made
             await in_thread(self._room.enlarge, one.names, one.stripe_bytes, largest_bytes)
         await one.hold.begin_whole()
         for name, size in zip(one.names, one.sizes, strict=True):
-            os.truncate(self._room.path(name), size)
+            await in_thread(os.truncate, self._room.path(name), size)
         self._in_files.add(one.hold.key)
 
     async def give_back(self) -> None:
@@ -187,7 +191,8 @@ class IntoImage:
         late = [one for one in self._striped if one.hold is not None and one.hold.key not in self._in_files]
         await asyncio.gather(*(self._copy(one) for one in late))
         await in_thread(hold.let_go, self._node.holder, self._log.move)
-        await in_thread(self._move_files)
+        with self._node.store.threads(self._log.move):
+            await in_thread(self._move_files)
 
     def _move_files(self) -> None:
         folder = self._node.store.path(self._log.move)
@@ -205,9 +210,7 @@ class IntoImage:
         else:
             for name in moved:
                 self._room.path(name).rename(folder / name)
-        if self._room.folder.parent == folder:
-            self._room.folder.rmdir()
-        stripe_files.sweep(self._node.config.image_dir, self._log.move)
+        self._room.remove()
 
     async def close(self) -> None:
         """Stops copying. Idempotent."""

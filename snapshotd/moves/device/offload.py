@@ -359,7 +359,7 @@ class Offload:
         await self.channel.give_up()
         await asyncio.gather(*(one.hold.close() for one in striped if one.hold is not None))
         await asyncio.gather(*(all_at_once(Striped.drop, [one]) for one in striped))
-        await in_thread(stripe_files.sweep, self.node.config.image_dir, self.log.move)
+        await in_thread(self._room.remove)
         await in_thread(self._room.give_up)
 
     async def close(self) -> None:

@@ -80,6 +80,13 @@ class StripeRoom:
         for name in names:
             stripe_files.enlarge(self.folder / name, size_bytes, self._look)
 
+    def remove(self) -> None:
+        """Removes the files that are still there: of processes that have ended, or whose memory the driver's checkpoint
+        carries. Blocking. Idempotent."""
+        if self._on_disk:
+            shutil.rmtree(self.folder, ignore_errors=True)  # what is left is removed with the image
+        stripe_files.sweep(self._node.config.image_dir, self._move)
+
     def give_up(self) -> None:
         """Nothing more is allocated. Blocking. Idempotent."""
         self._node.room.give_up(self._purpose)

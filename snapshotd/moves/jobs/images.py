@@ -35,9 +35,13 @@ from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.transport.image.sender import Sender
+from snapshotd.transport.image.stall import Stall
 from snapshotd.transport.image.stream import Stream
 
 log = logging.getLogger(__name__)
+
+#: How often to look whether a disk works.
+LOOK_S = 1.0
 
 
 class StoredImages:
@@ -70,7 +74,8 @@ class StoredImages:
             if move_log is None:
                 unneeded = self.node.store.on_disk(move)  # a crash before it was journalled
             else:
-                unneeded = bool(move_log.begin.kind and move_log.ended_unix_s and not self._kept(move_log))
+                is_snapshot = bool(move_log.begin.kind)  # else a rank was restored from it, and that has ended
+                unneeded = bool(move_log.ended_unix_s) and not (is_snapshot and self._kept(move_log))
             if unneeded:
                 self.node.store.drop(move)
         self.node.kept_files.sweep(self._needs_files)
@@ -109,10 +114,12 @@ class StoredImages:
         return found
 
     async def describe(self, image: str) -> pb.StoredImage:
-        move_log = self._image(image)
+        move_log = await self._image(image)
         rewires = (await in_thread(move_log.whole)).rewires
         if move_log.begin.kind == "copy":
-            rewires = (await in_thread(_description, self.node.store_of(move_log.begin).path(image))).rewires
+            store = self.node.store_of(move_log.begin)
+            with store.threads(image):
+                rewires = (await in_thread(_description, store.path(image))).rewires
         size_bytes = await self._size_of(image)
         return pb.StoredImage(facts=await self._facts_of(move_log), rewires=rewires, bytes=size_bytes)
 
@@ -121,7 +128,7 @@ class StoredImages:
         several buddies at the same time."""
         check_move_id(request.move)
         parts = await self._saved(request.image)
-        move_log = self._image(request.image)
+        move_log = await self._image(request.image)
         if len(request.nonce) < 16 or not request.target_node or not request.target_endpoint:
             raise Usage("an image is sent with the target's nonce, to a node and its endpoint")
         parts += await self._synced(move_log)
@@ -176,9 +183,24 @@ class StoredImages:
         if move_log.begin.kind != "snapshot" or move_log.committed or not self.node.store.on_disk(move_log.move):
             return []
         began_s = host.boottime_s()
-        await in_thread(self.node.store.sync, move_log.move)
+        await self._until_synced(move_log.move)
         size_bytes = await self._size_of(move_log.move)
         return [pb.Part(name="sync", seconds=host.boottime_s() - began_s, bytes=size_bytes)]
+
+    async def _until_synced(self, move: str) -> None:
+        """A disk that has stalled keeps a thread, and nothing waits for that."""
+        stall, synced_bytes = Stall(self.node.config.node), 0
+
+        def synced(size_bytes: int) -> None:
+            nonlocal synced_bytes
+            synced_bytes += size_bytes
+
+        with self.node.store.threads(move):
+            syncing = asyncio.create_task(in_thread(self.node.store.sync, move, synced), name=f"sync {move}")
+        syncing.add_done_callback(_seen)
+        while not (await asyncio.wait([syncing], timeout=LOOK_S))[0]:
+            stall.look(synced_bytes)
+        await syncing
 
     @step
     async def drop(
@@ -196,7 +218,8 @@ class StoredImages:
         self._must_be_suspended(move_log)
         store = self.node.store_of(move_log.begin)
         if given_up:
-            await in_thread(self.home_keepers.remember, store.path(image), move_log, ended)
+            with store.threads(image):
+                await in_thread(self.home_keepers.remember, store.path(image), move_log, ended)
         await in_thread(move_log.mark, Mark.SETTLED, dropped=reason or "dropped")
         await in_thread(self.node.kept_files.drop, image)
         await in_thread(store.drop, image)
@@ -207,14 +230,14 @@ class StoredImages:
         log.info("dropped the image of rank %s: %s", move_log.begin.rank_uid, reason)
         return pb.DropImageReply()
 
-    def _image(self, image: str) -> MoveLog:
+    async def _image(self, image: str) -> MoveLog:
         """The move of a suspended rank, or of a snapshot, whose image is here. Raises NotFound or WrongState. That of a
         snapshot may be sent to its buddy before it counts."""
         move_log = self.node.journal.find(check_move_id(image))
         if (
             move_log is None
             or not move_log.begin.coordinator
-            or not stored.is_whole(self.node.store_of(move_log.begin), move_log)
+            or not await self._is_whole(move_log)
             or (move_log.begin.role == "target" and move_log.begin.kind != "copy")
         ):
             raise NotFound(
@@ -224,6 +247,11 @@ class StoredImages:
             return move_log
         self._must_be_suspended(move_log)
         return move_log
+
+    async def _is_whole(self, move_log: MoveLog) -> bool:
+        store = self.node.store_of(move_log.begin)
+        with store.threads(move_log.move):
+            return await in_thread(stored.is_whole, store, move_log)
 
     def _must_be_suspended(self, move_log: MoveLog) -> None:
         """Raises WrongState while the rank still has a process."""
@@ -238,8 +266,10 @@ class StoredImages:
         """Bytes on the disk; 0 if the files are gone."""
         if (known := self._sizes_bytes.get(move)) is None:
             try:
-                folder = self.node.store_of(self.node.journal.get(move).begin).path(move)
-                known = await in_thread(_size_bytes, await in_thread(lambda: list(folder.iterdir())))
+                store = self.node.store_of(self.node.journal.get(move).begin)
+                folder = store.path(move)
+                with store.threads(move):
+                    known = await in_thread(lambda: _size_bytes(folder.iterdir()))
             except (OSError, NotFound) as error:
                 log.error("the image of %s cannot be read: %s", move, error)
                 return 0
@@ -275,6 +305,10 @@ class _Sending:
         )
 
     async def run(self) -> None:
+        with self.node.store_of(self.log.begin).threads(self.log.move):
+            await self._run()
+
+    async def _run(self) -> None:
         request = self.request
         sink = TargetSink(self.node, self._begin(), go_last=self.is_copy)
         files = await in_thread(stored.verified, self.folder, self.log)
@@ -340,6 +374,12 @@ class _Sending:
             boot_id=host.boot_id(),
             begun_unix_s=time.time(),
         )
+
+
+def _seen(syncing: asyncio.Task[None]) -> None:
+    """The caller gets the failure, if it still waits."""
+    if not syncing.cancelled():
+        syncing.exception()
 
 
 def _description(folder: Path) -> ImageDescription:

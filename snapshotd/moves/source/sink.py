@@ -17,7 +17,11 @@ from snapshotd.moves.source.channel import streams_to_target
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.spans import span
 from snapshotd.transport.image.local_stream import LocalStream
+from snapshotd.transport.image.stall import Stall
 from snapshotd.transport.image.stream import Stream
+
+#: A target answers much sooner (target/sealing.py). One of an older version answers when the image is sealed.
+_ANSWER_S = 60.0
 
 
 class Sink(Protocol):
@@ -47,10 +51,13 @@ class TargetSink:
         begin = self.begin
         with span("sign"):
             signature = await in_thread(image_seal.sign, self.node.credentials, image_seal.statement(begin, files))
-        request = pb.SealRequest(move=begin.move, files=files, signature=signature)
+        request = pb.SealRequest(move=begin.move, files=files, signature=signature, repeats=True)
         with span("seal"):
             async with self.node.client(begin.target_node, begin.target_endpoint) as client:
-                return list((await client.target.Seal(request, timeout_s=60)).damaged)
+                stall = Stall(begin.target_node)
+                while (reply := await client.target.Seal(request, timeout_s=_ANSWER_S)).unfinished:
+                    stall.look(reply.synced_bytes)
+                return list(reply.damaged)
 
 
 class StoreSink:
@@ -67,7 +74,8 @@ class StoreSink:
     async def seal(self, files: Sequence[pb.ImageFile]) -> Sequence[str]:
         with span("seal"):
             sync = self.log.begin.kind != "snapshot"  # its rank waits; it is done when the copies are sent
-            damaged = await in_thread(partial(self.store.seal, self.log.move, files, sync=sync))
-        if not damaged:
-            await in_thread(stored.describe, self.store.path(self.log.move), self.log, self.facts)
+            with self.store.threads(self.log.move):
+                damaged = await in_thread(partial(self.store.seal, self.log.move, files, sync=sync))
+                if not damaged:
+                    await in_thread(stored.describe, self.store.path(self.log.move), self.log, self.facts)
         return damaged

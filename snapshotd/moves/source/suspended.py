@@ -17,7 +17,7 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.source import closed_files, freeze
 from snapshotd.moves.where import where_of
-from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.blocking import in_thread, waiting_for_disk
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.runtime.spans import span
 
@@ -74,19 +74,22 @@ async def make_room(node: Node, moving: Moving, entry: RankEntry) -> None:
     is_snapshot = move_log.begin.kind == "snapshot"
     if is_snapshot:  # before the stripe files are made: they are in the same place, if that is possible
         whole_bytes = facts.memory_bytes + facts.carried_bytes + kept_files.ROOM_BYTES
-        await in_thread(node.store.spill, move_log.move, whole_bytes)
+        with waiting_for_disk():
+            await in_thread(node.store.spill, move_log.move, whole_bytes)
     if facts.HasField("gpu"):
-        await freeze.make_ready(node, moving, entry, Parts())
+        with node.store_of(move_log.begin).threads(move_log.move):
+            await freeze.make_ready(node, moving, entry, Parts())
         facts.gpu.offloaded_bytes = moving.offload.expected_bytes if moving.offload is not None else 0
     needed_bytes = facts.memory_bytes + facts.carried_bytes
     if is_snapshot:
         # The stripe files themselves become part of the image.
         needed_bytes = max(0, needed_bytes - facts.gpu.offloaded_bytes) + kept_files.ROOM_BYTES
         await in_thread(node.kept_files.ready, move_log.move, facts)
-        await in_thread(node.store.create_kept, move_log.move, needed_bytes)
+        with waiting_for_disk():
+            await in_thread(node.store.create_kept, move_log.move, needed_bytes)
     else:
         await in_thread(node.store_of(move_log.begin).create, move_log.move, needed_bytes)
-    with span("store closed files"):
+    with span("store closed files"), node.store_of(move_log.begin).threads(move_log.move):
         moving.ahead = await closed_files.send_ahead(node, moving, entry)
     await reach(Point.SENT_AHEAD)
 

@@ -76,7 +76,7 @@ class Copy:
             async with asyncio.TaskGroup() as group:
                 for child in self._children:
                     group.create_task(self._feed(child))
-            os.ftruncate(self._file, self._size_bytes)
+            await in_thread(os.ftruncate, self._file, self._size_bytes)
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
 
@@ -88,7 +88,7 @@ class Copy:
         self._children.clear()
         if self._file >= 0:
             if not keep:
-                os.ftruncate(self._file, 0)
+                await in_thread(os.ftruncate, self._file, 0)
             os.close(self._file)
             self._file = -1
 

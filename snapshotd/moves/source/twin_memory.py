@@ -107,10 +107,12 @@ class TwinMemory:
         began, failure = host.boottime_s(), ""
         try:
             await reach(Point.COPYING)
-            await self._copy_all()
+            with self._node.store.threads(self._log.move):
+                await self._copy_all()
             await reach(Point.COPIED)
             await in_thread(self._end)
-            await in_thread(self._give_names)
+            with self._node.store.threads(self._log.move):
+                await in_thread(self._give_names)
         except (SnapshotError, OSError) as error:
             failure = error.message if isinstance(error, SnapshotError) else str(error)
             log.error("memory of rank %s is not saved: %s", self._log.begin.rank, failure)

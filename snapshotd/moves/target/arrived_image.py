@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import aiofiles
-
 from snapshotd.api.errors import Damaged, Denied, Where
 from snapshotd.moves import description
 from snapshotd.moves.description import ImageDescription
@@ -15,11 +13,14 @@ from snapshotd.runtime.blocking import in_thread
 
 async def read_description(folder: Path) -> ImageDescription:
     try:
-        async with aiofiles.open(folder / description.FILE, "rb") as file:
-            content = await file.read(description.MAX_BYTES + 1)
-        return await in_thread(description.decode, content)
+        return await in_thread(_read, folder / description.FILE)
     except OSError as error:
         raise Damaged(f"the description of the image cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
+
+
+def _read(path: Path) -> ImageDescription:
+    with path.open("rb") as file:
+        return description.decode(file.read(description.MAX_BYTES + 1))
 
 
 def must_be_of_rank(move_log: MoveLog, image: ImageDescription) -> None:

@@ -24,7 +24,7 @@ from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.moves.target import resumed
 from snapshotd.moves.target.source_signature import SourceSignatures
 from snapshotd.proc import host
-from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.blocking import in_thread, waiting_for_disk
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.transport.image.bulk_receiver import BulkReceivers
 
@@ -40,7 +40,8 @@ async def prepare(node: Node, signatures: SourceSignatures, request: pb.PrepareR
     await signatures.meet(facts.source_node, request.source_endpoint)
     await reach(Point.BEFORE_PREPARE)
     needed_bytes = facts.memory_bytes + facts.carried_bytes + kept_files.ROOM_BYTES
-    await in_thread(node.store.create_kept, request.move, needed_bytes)
+    with waiting_for_disk():
+        await in_thread(node.store.create_kept, request.move, needed_bytes)
     begin = Begin(
         move=request.move,
         role="target",
@@ -102,7 +103,8 @@ async def settle(node: Node, receivers: BulkReceivers, moving: Moving) -> None:
             case CopyDecision.KEEP:
                 await in_thread(move_log.mark, Mark.SETTLED)
             case CopyDecision.DROP:
-                await in_thread(receivers.close, move_log.move)
+                with node.store.threads(move_log.move):
+                    await in_thread(receivers.close, move_log.move)
                 await in_thread(node.store.drop, move_log.move)
                 await in_thread(move_log.mark, Mark.DISCARDED)
             case CopyDecision.CLOSE:

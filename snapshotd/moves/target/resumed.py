@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, Refused, SnapshotError, Unreachable, Usage, Where, WrongState
+from snapshotd.moves import kept_files
 from snapshotd.moves.changed_file import Policy
 from snapshotd.moves.journal import check_move_id
 from snapshotd.moves.moving import Moving
@@ -14,8 +16,23 @@ from snapshotd.moves.peers import connections
 from snapshotd.moves.peers.connections import NAME_THE_NETWORK
 from snapshotd.moves.record_parts import ClusterNode
 from snapshotd.net import rejoin
+from snapshotd.runtime.blocking import in_thread, waiting_for_disk
 
 ASK_S = 10.0
+
+
+@asynccontextmanager
+async def room(node: Node, move: str, image_bytes: int) -> AsyncIterator[None]:
+    """Room for an image, which is given up if the move is not journalled inside. Raises Full. Nothing that other moves need
+    may be held meanwhile: a disk may not answer."""
+    with waiting_for_disk():
+        await in_thread(node.store.create_kept, move, image_bytes + kept_files.ROOM_BYTES)
+    try:
+        yield
+    except BaseException:
+        if node.journal.find(move) is None:
+            await in_thread(node.store.drop, move)
+        raise
 
 
 def planned(request: pb.PrepareRequest) -> tuple[list[pb.Rewire], list[ClusterNode]]:

@@ -241,7 +241,8 @@ class TargetSettling(Steps):
     async def _discard(self, moving: Moving) -> None:
         """ABORT stands, or the copy never ran: removes all of it."""
         await reach(Point.BEFORE_DISCARD)
-        await in_thread(self.bulk_receivers.close, moving.log.move)
+        with self.node.store.threads(moving.log.move):
+            await in_thread(self.bulk_receivers.close, moving.log.move)
         await self.device_channels.close(moving.log.move)
         await self._forget_held(moving.log.move)
         await Restore.sweep(self.node, moving.log)

@@ -6,9 +6,12 @@ Invariant: see snapshotd/moves/target/settling.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
+from collections.abc import Callable
+from functools import partial
 
 from snapshotd import preflight
 from snapshotd.api import protocol
@@ -29,7 +32,7 @@ from snapshotd.cuda import pairing
 from snapshotd.files.as_user import spares
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.keepers.relay import Relays
-from snapshotd.moves import job_rules, kept_files, rules
+from snapshotd.moves import job_rules, rules
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
@@ -38,7 +41,7 @@ from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import CopyState, Mark, Outcome
 from snapshotd.moves.steps import must_be_at, step
-from snapshotd.moves.target import copies, device_memory, gpus, resumed, short_of_memory, source
+from snapshotd.moves.target import copies, device_memory, gpus, resumed, sealing, short_of_memory, source
 from snapshotd.moves.target.identity import identity_of
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.settling import TargetSettling, facts_of
@@ -122,15 +125,14 @@ class TargetSteps(TargetSettling):
             sender = request.image_node if resumes and request.image_node else facts.source_node
             await self._signatures.meet(sender, request.source_endpoint)
         await reach(Point.BEFORE_PREPARE)
-        async with self._choosing:  # two moves that begin at the same time get different GPUs
+        comes = preflight.arriving(facts, holds=config.hold_device_memory and not resumes)
+        window_bytes = comes.stripes_bytes if comes.windowed else 0
+        size_bytes = comes.all_bytes + facts.carried_bytes
+        room = resumed.room(self.node, request.move, size_bytes) if resumes else contextlib.nullcontext()
+        async with room, self._choosing:  # two moves that begin at the same time get different GPUs
             pairs = await gpus.choose(self.node, request)
             used = {use.uuid for use in facts.gpu.uses}
-            comes = preflight.arriving(facts, holds=config.hold_device_memory and not resumes)
-            window_bytes = comes.stripes_bytes if comes.windowed else 0
-            size_bytes = comes.all_bytes + facts.carried_bytes + (kept_files.ROOM_BYTES if resumes else 0)
-            if resumes:
-                await in_thread(self.node.store.create_kept, request.move, size_bytes)
-            else:
+            if not resumes:
                 await in_thread(self.node.store.create, request.move, size_bytes, window_bytes)
             begin = Begin(
                 move=request.move,
@@ -207,17 +209,21 @@ class TargetSteps(TargetSettling):
     async def seal(self, request: pb.SealRequest, caller: str) -> pb.SealReply:
         """The source has sent all files: verifies that they are complete, and those that the source has signed."""
         self.authorise_source(request.move, caller)
+        return await sealing.answer(self.moving(request.move), request, partial(self._seal, request))
+
+    async def _seal(self, request: pb.SealRequest, synced: Callable[[int], None]) -> list[str]:
         async with self.working_on(request.move, "stream") as moving:
             with span("check signature"):
                 await self._signatures.check(moving.log.begin, request.files, request.signature)
-            with span("verify"):
-                damaged = await in_thread(self.node.store.seal, request.move, request.files)
-            if not damaged:
-                await in_thread(self.bulk_receivers.close, request.move)
+            with self.node.store.threads(request.move):
+                with span("verify"):
+                    damaged = await in_thread(self.node.store.seal, request.move, request.files, synced=synced)
+                if not damaged:
+                    await in_thread(self.bulk_receivers.close, request.move)
             if not damaged and moving.log.last_mark is Mark.PREPARED:
                 await in_thread(moving.log.mark, Mark.SEALED)
                 await reach(Point.SEAL)
-            return pb.SealReply(damaged=damaged)
+            return damaged
 
     def authorise_source(self, move: str, caller: str) -> None:
         """Only the source of a move may send its image. Raises Denied."""
@@ -257,7 +263,8 @@ class TargetSteps(TargetSettling):
         await self.forwarding.make_room(moving.log.begin.rank_uid)
         restore = self.restores[move] = Restore(self.node, moving.log)
         incoming, fills = self.device_channels.find(move), self.device_channels.fills(move)
-        moving.restoring = asyncio.create_task(restore.run(parts, incoming, fills))
+        with self.node.store.threads(move):
+            moving.restoring = asyncio.create_task(restore.run(parts, incoming, fills))
         try:
             held = await short_of_memory.unless(moving)
         except BaseException as error:

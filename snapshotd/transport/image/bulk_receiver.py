@@ -46,15 +46,16 @@ class BulkReceivers:
 
     def open(self, move: str, source_node: str) -> tuple[int, bytes, Sequence[str]]:
         """(port, key, endpoints) for the move; the same again as long as the port accepts connections."""
+        former = None
         with self._lock:
             receiver = self._open.get(move)
             if receiver is None or not receiver.listener.accepting:
-                fresh = _BulkReceiver(
+                former = receiver
+                receiver = self._open[move] = _BulkReceiver(
                     self._store, move, source_node, self._credentials, self._hosts, self._data_addresses
                 )
-                if receiver is not None:
-                    receiver.listener.close()
-                receiver = self._open[move] = fresh
+        if former is not None:  # not under the lock: its threads may wait for a disk
+            former.listener.close()
         return receiver.listener.port, receiver.key, receiver.listener.endpoints
 
     def is_busy(self, move: str) -> bool:

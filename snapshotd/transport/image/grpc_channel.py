@@ -134,7 +134,9 @@ async def _store_chunks(
     while (frame := await arrived.get()) is not None:
         if isinstance(frame, SnapshotError):
             raise frame
-        await context.write((await in_thread(store.take, move, frame)).message())
+        with store.threads(move):
+            answer = await in_thread(store.take, move, frame)
+        await context.write(answer.message())
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -24,7 +24,8 @@ class LocalStream:
         if self._over:
             return False
         try:
-            answer = await in_thread(self._take, frame)
+            with self._store.threads(self._move):
+                answer = await in_thread(self._take, frame)
         except SnapshotError as error:
             self._over = True
             self._answers.put_nowait(error)

@@ -8,12 +8,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from snapshotd.api.errors import Damaged, WrongState
 from snapshotd.transport.image.chunk_list import Chunks
+from snapshotd.transport.image.frame import IMAGE_NAME, MAX_FILE_BYTES, Frame
 from snapshotd.transport.image.overlay import Covered, file_of
 
 #: What is sent while the rank still runs begins with this. If the source does not list it later, it was sent before a restart
 #: of the source's daemon, and counts as nothing.
 AHEAD = "ahead-"
+
+
+def check_sane(frame: Frame) -> None:
+    """Checked by the parser as well; the store does not rely on its caller."""
+    if not IMAGE_NAME.fullmatch(frame.name):
+        raise Damaged(f"{frame.name[:100]!r} is not the name of an image file")
+    if frame.offset < 0 or frame.length < 0 or frame.offset + frame.length > MAX_FILE_BYTES:
+        raise Damaged(f"{frame.name}: a chunk at {frame.offset} of {frame.length} bytes is beyond {MAX_FILE_BYTES}")
 
 
 @dataclass
@@ -33,6 +43,13 @@ class Receiving:
     window_bytes: int = 0  # of `capacity_bytes`: all that was reserved for them, if that is a window of them
     refused: str = ""  # why nothing more is written
     covered: Covered = field(default_factory=Covered)
+
+    def close(self) -> None:
+        """Admits no more writers and waits for the active ones. The caller holds the condition."""
+        if self.closed:
+            raise WrongState(f"the images of {self.directory.name} are already being sealed or dropped")
+        self.closed = True
+        self.changed.wait_for(lambda: not self.writers)
 
     def taken_beside_bytes(self) -> int:
         """The memory that those files take, including what is reserved ahead."""

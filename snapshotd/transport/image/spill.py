@@ -15,6 +15,8 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from snapshotd.api.errors import BadConfig, Full, SnapshotError
@@ -22,7 +24,7 @@ from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.proc import host
 from snapshotd.proc.room import Room
 from snapshotd.transport.image.frame import Answer, Frame
-from snapshotd.transport.image.store import MOVE_NAME, ImageStore
+from snapshotd.transport.image.store import MOVE_NAME, ImageStore, nothing
 from snapshotd.transport.image.sync import sync_folder
 
 log = logging.getLogger(__name__)
@@ -77,6 +79,24 @@ class SpillDisk(ImageStore):
             raise BadConfig(f"{folder}: {error.strerror}") from error
         self.folder = folder
 
+    @classmethod
+    def within(cls, folder: Path, limit_s: float) -> SpillDisk:
+        """The same, but raises BadConfig too if the disk does not answer in time: a start must not wait for it. Blocking."""
+        making: Future[SpillDisk] = Future()
+
+        def make() -> None:
+            try:
+                making.set_result(cls(folder))
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
+                making.set_exception(error)
+
+        threading.Thread(target=make, name=f"open {folder}", daemon=True).start()
+        try:
+            return making.result(limit_s)
+        except TimeoutError as error:
+            making.add_done_callback(_let_go)
+            raise BadConfig(f"{folder} does not answer: it was not ready within {limit_s:g} s") from error
+
     def _begin(self, folder: Path) -> None:
         fcntl.flock(self._boot_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         boot = host.boot_id().encode()
@@ -125,6 +145,12 @@ class SpillDisk(ImageStore):
         if self._boot_file >= 0:
             os.close(self._boot_file)
             self._boot_file = -1
+
+
+def _let_go(making: Future[SpillDisk]) -> None:
+    """It is ready at last, too late."""
+    if making.exception() is None:
+        making.result().close()
 
 
 class SpillingStore(ImageStore):
@@ -197,13 +223,16 @@ class SpillingStore(ImageStore):
         disk = self._at(move)
         return super().take(move, frame) if disk is None else disk.take(move, frame)
 
-    def seal(self, move: str, files: Sequence[ImageFile], *, sync: bool = True) -> list[str]:
-        disk = self._at(move)
-        return super().seal(move, files, sync=sync) if disk is None else disk.seal(move, files, sync=sync)
+    def seal(
+        self, move: str, files: Sequence[ImageFile], *, sync: bool = True, synced: Callable[[int], None] = nothing
+    ) -> list[str]:
+        if (disk := self._at(move)) is not None:
+            return disk.seal(move, files, sync=sync, synced=synced)
+        return super().seal(move, files, sync=sync, synced=synced)
 
-    def sync(self, move: str) -> None:
+    def sync(self, move: str, synced: Callable[[int], None] = nothing) -> None:
         disk = self._at(move)
-        return super().sync(move) if disk is None else disk.sync(move)
+        return super().sync(move, synced) if disk is None else disk.sync(move, synced)
 
     def sealed(self, move: str) -> bool:
         disk = self._at(move)
@@ -211,6 +240,10 @@ class SpillingStore(ImageStore):
 
     def moves(self) -> set[str]:
         return super().moves() | (self.disk.moves() if self.disk is not None else set())
+
+    def threads(self, move: str) -> AbstractContextManager[None]:
+        disk = self._at(move)
+        return super().threads(move) if disk is None else disk.threads(move)
 
     def path(self, move: str) -> Path:
         disk = self._at(move)

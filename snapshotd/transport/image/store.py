@@ -18,18 +18,19 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from snapshotd.api.errors import Damaged, Full, NotFound, SnapshotError, WrongState
 from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.proc import meminfo
 from snapshotd.proc.room import Room, mib
+from snapshotd.runtime.blocking import waiting_for_disk
 from snapshotd.transport.image.chunk_list import is_complete
-from snapshotd.transport.image.frame import IMAGE_NAME, MAX_FILE_BYTES, Answer, Frame, Kind
+from snapshotd.transport.image.frame import Answer, Frame, Kind
 from snapshotd.transport.image.known_blocks import KnownBlocks
 from snapshotd.transport.image.overlay import file_of
-from snapshotd.transport.image.receiving import Receiving
+from snapshotd.transport.image.receiving import Receiving, check_sane
 from snapshotd.transport.image.sparse_file import put
 from snapshotd.transport.image.storage_errors import translated
 from snapshotd.transport.image.sync import sync_files, sync_folder
@@ -46,6 +47,10 @@ LEFT_FREE_BYTES = 1 << 30
 _SEAL_NAME = ".sealed"  # not a valid name of an image file
 
 
+def nothing(_bytes: int) -> None:
+    return None
+
+
 class ImageStore:
     """All images on this node, by move."""
 
@@ -53,7 +58,8 @@ class ImageStore:
         """`on_disk`: for images that are kept. They must not be limited by the machine's memory, and survive a reboot.
         `room`: where the memory of other images is reserved; None: no others use this machine."""
         self._root, self._on_disk, self._room = image_dir, on_disk, room
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never held while the file system works: all images here use it
+        self._creating = threading.Lock()  # one reservation at a time
         self._receiving: dict[str, Receiving] = {}
         self._sealed: dict[str, str] = {}  # move -> the sealed list of files
         self._dropping: list[threading.Thread] = []
@@ -76,14 +82,15 @@ class ImageStore:
         `window_bytes`: part of it, for files that the device-memory channel empties while it writes them."""
         directory = self._directory(move)
         self.dropped()
-        with self._lock, self._room.turn() if self._room is not None else nullcontext():
-            if move in self._sealed:
+        with self._creating, self._room.turn() if self._room is not None else nullcontext():
+            if self.sealed(move):
                 raise WrongState(f"the images of {move} are already here and sealed")
             if move in self._receiving:
                 return
             if move in self._leftovers:
                 shutil.rmtree(directory, ignore_errors=True)
-                self._leftovers.discard(move)
+                with self._lock:
+                    self._leftovers.discard(move)
             room_bytes = self.room_bytes()
             if capacity_bytes > room_bytes:
                 why = f": {self._room.free()}" if self._room is not None and not self._on_disk else ""
@@ -92,7 +99,8 @@ class ImageStore:
                 directory.mkdir(mode=0o700)
             except OSError as error:
                 raise translated(error, f"creating {directory}") from error
-            self._receiving[move] = Receiving(directory, capacity_bytes, window_bytes=window_bytes)
+            with self._lock:
+                self._receiving[move] = Receiving(directory, capacity_bytes, window_bytes=window_bytes)
 
     def write(self, move: str, frame: Frame) -> bool:
         """Writes one chunk; False, with nothing written, if it arrived damaged and must be sent again.
@@ -101,7 +109,7 @@ class ImageStore:
         """
         if not frame.intact():
             return False
-        _check_sane(frame)
+        check_sane(frame)
         with self._writing(move) as receiving:
             with receiving.changed:
                 known = receiving.chunks.get(frame.name, {}).get(frame.offset)
@@ -133,9 +141,11 @@ class ImageStore:
         log.warning("images of %s: %s at %d arrived damaged", move, frame.name, frame.offset)
         return Answer(Kind.BAD, frame.sequence)
 
-    def seal(self, move: str, files: Sequence[ImageFile], *, sync: bool = True) -> list[str]:
+    def seal(
+        self, move: str, files: Sequence[ImageFile], *, sync: bool = True, synced: Callable[[int], None] = nothing
+    ) -> list[str]:
         """The names of files that are incomplete, missing or unexpected. If there are none, the move is sealed. `sync`: False
-        if a rank waits for it, and `sync` is called later."""
+        if a rank waits for it, and `sync` is called later. `synced` is called with bytes that a disk has."""
         directory = self._directory(move)
         wanted = Counter(file.name for file in files)
         summary = json.dumps(sorted((file.name, file.size, file.chunks, file.digest.hex()) for file in files))
@@ -148,7 +158,7 @@ class ImageStore:
         if receiving is None:
             raise _unknown(move)
         with receiving.changed:
-            self._close(move, receiving)
+            receiving.close()
             receiving.drop_unlisted(wanted)
             damaged = {file.name for file in files if not is_complete(file, receiving.chunks.get(file.name, {}))}
             damaged |= set(receiving.chunks) - set(wanted)
@@ -163,7 +173,7 @@ class ImageStore:
             fresh.touch(mode=0o600)
             fresh.write_text(summary)
             if self._on_disk and sync:
-                sync_files(directory)
+                sync_files(directory, synced)
             fresh.rename(directory / _SEAL_NAME)
             if self._on_disk and sync:
                 sync_folder(directory, self._root)
@@ -177,12 +187,12 @@ class ImageStore:
         self.known_blocks.forget(move)
         return []
 
-    def sync(self, move: str) -> None:
+    def sync(self, move: str, synced: Callable[[int], None] = nothing) -> None:
         """What `seal` has left out, and files that were added since. Until then a disk may have failed without a word."""
         directory = self.path(move)
         if self._on_disk:
             try:
-                sync_files(directory)
+                sync_files(directory, synced)
                 sync_folder(directory, self._root)
             except OSError as error:
                 raise translated(error, f"writing the images of {move} to the disk") from error
@@ -196,6 +206,10 @@ class ImageStore:
         """The moves of which anything is here."""
         with self._lock:
             return {*self._receiving, *self._sealed, *self._leftovers}
+
+    def threads(self, move: str) -> AbstractContextManager[None]:
+        """Inside, `in_thread` is for what reads or writes the move's images."""
+        return waiting_for_disk() if self._on_disk else nullcontext()
 
     def path(self, move: str) -> Path:
         """The directory with the move's images, for CRIU."""
@@ -347,13 +361,6 @@ class ImageStore:
                 receiving.writers -= 1
                 receiving.changed.notify_all()
 
-    def _close(self, move: str, receiving: Receiving) -> None:
-        """Admits no more writers and waits for the active ones. The caller holds the condition."""
-        if receiving.closed:
-            raise WrongState(f"the images of {move} are already being sealed or dropped")
-        receiving.closed = True
-        receiving.changed.wait_for(lambda: not receiving.writers)
-
     def _check_admissible(self, move: str, receiving: Receiving, frame: Frame, known: tuple[int, bytes] | None) -> None:
         if known is not None:
             if known != (frame.length, frame.digest):
@@ -386,14 +393,6 @@ class ImageStore:
             return free_bytes
         memory_bytes = self._room.free(without=ROOM).bytes if self._room is not None else meminfo.available_bytes()
         return min(free_bytes, memory_bytes)
-
-
-def _check_sane(frame: Frame) -> None:
-    """Checked by the parser as well; the store does not rely on its caller."""
-    if not IMAGE_NAME.fullmatch(frame.name):
-        raise Damaged(f"{frame.name[:100]!r} is not the name of an image file")
-    if frame.offset < 0 or frame.length < 0 or frame.offset + frame.length > MAX_FILE_BYTES:
-        raise Damaged(f"{frame.name}: a chunk at {frame.offset} of {frame.length} bytes is beyond {MAX_FILE_BYTES}")
 
 
 def _unknown(move: str) -> NotFound:

@@ -235,7 +235,7 @@ def test_memory_can_be_asked_for_inside_a_turn_while_another_move_is_created(tmp
     def ask() -> None:
         with room.turn():
             creating.start()
-            until(store._lock.locked, "the store's lock is taken")
+            until(store._creating.locked, "the store's lock is taken")
             store.room_bytes()
 
     asking = threading.Thread(target=ask, daemon=True)
