@@ -52,6 +52,20 @@ class ChangedFile:
 
 
 @dataclass(frozen=True)
+class UnreadableImage:
+    """An image of a rank that cannot be read, or is not what was stored."""
+
+    rank: int
+    node: str
+    image: str  # the move by which the node has it
+    reason: str
+
+    @property
+    def text(self) -> str:
+        return f"rank {self.rank}: the image on {self.node} cannot be used: {self.reason}"
+
+
+@dataclass(frozen=True)
 class JobResult:
     """How it ended: the object that `migrator job suspend --json` and `resume --json` print."""
 
@@ -75,6 +89,7 @@ class JobResult:
     exit_code: int = 0
     warnings: list[str] = field(default_factory=list)
     changed_files: list[ChangedFile] = field(default_factory=list)  # rollback
+    unreadable_images: list[UnreadableImage] = field(default_factory=list)  # rollback: copies were used instead
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -103,6 +118,7 @@ class JobResult:
             "parts": [part.to_json() for part in self.parts],
             "warnings": self.warnings,
             "changed_files": [asdict(one) for one in self.changed_files],
+            "unreadable_images": [asdict(one) for one in self.unreadable_images],
             "reason": self.reason,
             "state": self.state,
             "error": self.error_code,

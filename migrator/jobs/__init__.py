@@ -3,7 +3,7 @@
 Invariant: nothing is decided here. The coordinator's record decides, and the daemons act on it without this program too.
 `walk.py` goes through a table and ends an attempt that failed, `suspend.py`, `snapshot.py` and `resume.py` have one function
 per step, `connections.py` checks that a job is connected with itself alone, `buddies.py` chooses who keeps copies of a
-snapshot, `rollback.py` brings a job back to one, `finding.py` finds jobs.
+snapshot, `rollback.py` brings a job back to one, `places.py` says from which copy, `finding.py` finds jobs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from migrator.cluster import Cluster
 from migrator.find_rank import Found
 from migrator.job_results import JobOptions, JobResult
 from migrator.jobs.finding import find_running, find_suspended, must_be_same, snapshot_of
-from migrator.jobs.resume import Resumption
+from migrator.jobs.resume import bring_back
 from migrator.jobs.rollback import rollback
 from migrator.jobs.snapshot import Snapshot
 from migrator.jobs.succession import hand_over
@@ -59,4 +59,4 @@ async def _coordinator(cluster: Cluster, found: Sequence[Found]) -> str:
 async def resume(cluster: Cluster, options: JobOptions, on_event: Callable[[Event], None]) -> JobResult:
     """Resumes a suspended job. If it is cancelled before COMMIT, the images stay; after COMMIT it is finished."""
     node, record = await find_suspended(cluster, options.job, options.user_id)
-    return await drive(Resumption(cluster, options, node, record, on_event))
+    return await bring_back(cluster, options, node, record, on_event)

@@ -11,11 +11,22 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Damaged, Denied, GpuFailed, NotFound, Undone, Usage, Where, WrongState
+from snapshotd.api.errors import (
+    Damaged,
+    Denied,
+    GpuFailed,
+    NotFound,
+    SnapshotError,
+    Undone,
+    Unreadable,
+    Usage,
+    Where,
+    WrongState,
+)
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.moves import description
 from snapshotd.moves.description import ImageDescription
@@ -109,16 +120,18 @@ class StoredImages:
         return found
 
     async def describe(self, image: str) -> pb.StoredImage:
+        """Raises Unreadable if what is needed of it cannot be read."""
         move_log = self._image(image)
         rewires = (await in_thread(move_log.whole)).rewires
-        if move_log.begin.kind == "copy":
-            rewires = (await in_thread(_description, self.node.store_of(move_log.begin).path(image))).rewires
-        size_bytes = await self._size_of(image)
-        return pb.StoredImage(facts=await self._facts_of(move_log), rewires=rewires, bytes=size_bytes)
+        with _readable(move_log, OSError, Damaged):
+            if move_log.begin.kind == "copy":
+                rewires = (await in_thread(_description, self.node.store_of(move_log.begin).path(image))).rewires
+            facts = await self._facts_of(move_log)
+        return pb.StoredImage(facts=facts, rewires=rewires, bytes=await self._size_of(image))
 
     async def send(self, request: pb.SendRequest) -> AsyncIterator[pb.Progress]:
         """Sends an image to the target of a resumption, or to a buddy; yields progress. The image stays. It may be sent to
-        several buddies at the same time."""
+        several buddies at the same time. Raises Unreadable if the image cannot be read."""
         check_move_id(request.move)
         parts = await self._saved(request.image)
         move_log = self._image(request.image)
@@ -277,14 +290,16 @@ class _Sending:
     async def run(self) -> None:
         request = self.request
         sink = TargetSink(self.node, self._begin(), go_last=self.is_copy)
-        files = await in_thread(stored.verified, self.folder, self.log)
-        if request.target_node == self.node.config.node:
-            files = await in_thread(self._link_stripes, files)
-        self.expected_bytes = await in_thread(_size_bytes, files)
+        with _readable(self.log, OSError, Unreadable):
+            files = await in_thread(stored.verified, self.folder, self.log)
+            if request.target_node == self.node.config.node:
+                files = await in_thread(self._link_stripes, files)
+            self.expected_bytes = await in_thread(_size_bytes, files)
         offers, chunk_bytes = request.offer_blocks, self.node.config.chunk_bytes
         async with self._streams(sink) as streams, Sender(streams, chunk_bytes, offers=offers) as self.sender:
-            for path in files:
-                await self.sender.put_file(path.name, path)
+            with _readable(self.log, Unreadable):
+                for path in files:
+                    await self.sender.put_file(path.name, path)
             sent = await self.sender.finish()
         if self.log.ended_unix_s:
             # Before the target can answer that its copy runs: this node confirms then that the rank is there.
@@ -340,6 +355,20 @@ class _Sending:
             boot_id=host.boot_id(),
             begun_unix_s=time.time(),
         )
+
+
+@contextlib.contextmanager
+def _readable(move_log: MoveLog, *errors: type[Exception]) -> Iterator[None]:
+    """Makes these errors one about the image, which is logged: the disk of this node may need a person."""
+    begin = move_log.begin
+    try:
+        yield
+    except errors as error:
+        why = error.message if isinstance(error, SnapshotError) else str(error)
+        where = Where.SUSPENDED if move_log.committed else Where.SOURCE_RUNNING
+        found = Unreadable(f"the image {begin.move} of rank {begin.rank} of job {begin.job}: {why}", where=where)
+        log.error("%s", found.message)
+        raise found from error
 
 
 def _description(folder: Path) -> ImageDescription:
