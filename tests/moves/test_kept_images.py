@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from migrator import pki
 from snapshotd.api.errors import Unreadable, Where
 from snapshotd.moves import description
+from snapshotd.moves.jobs.succession import Succession
 from tests.moves.kept_images import FILES, Keeping, keeping
 
 IMAGE, COPY, RESUMED = "m-000000000001", "m-000000000002", "m-000000000003"
@@ -77,3 +81,30 @@ async def test_copy_whose_description_cannot_be_read_is_not_described(
         path.rmdir()
     path.write_bytes(content)
     assert (await node.images.describe(COPY)).facts.source_node == "node-1"
+
+
+@pytest.mark.parametrize("damage", ["unreadable", "garbage", "no image"])
+async def test_unreadable_image_does_not_hide_the_others_from_a_successor(
+    node: Keeping, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = node.keep(IMAGE)
+    node.keep(COPY, "copy")
+    jobs: Any = SimpleNamespace(promises=SimpleNamespace(of=lambda record: None))
+    nothing: Any = None
+    succession = Succession(node.node, jobs, node.images, nothing, nothing, nothing)
+    assert [one.image for one in (await succession.kept()).images] == [IMAGE, COPY]
+    path = node.file(IMAGE, description.FILE)
+    match damage:
+        case "unreadable":
+            break_file(path)
+        case "garbage":
+            path.write_text("{")
+        case _:
+            shutil.rmtree(path.parent)
+    (left,) = (await succession.kept()).images
+    assert (left.image, left.is_copy, left.record) == (COPY, True, bad.begin.coordinator)
+    assert IMAGE in caplog.text
+    if damage != "no image":
+        path.unlink()
+        path.write_bytes(FILES[description.FILE])
+        assert len((await succession.kept()).images) == 2

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, NotFound, SnapshotError, Usage, Where, WrongState
+from snapshotd.api.errors import Busy, Damaged, NotFound, SnapshotError, Usage, Where, WrongState
 from snapshotd.moves import description
 from snapshotd.moves.jobs import records
 from snapshotd.moves.jobs.coordinator import JobSteps
@@ -59,8 +60,15 @@ class Succession:
         self.repeated = Repeated("leases of snapshots", self.look, EVERY_S)
 
     async def kept(self) -> pb.ListKeptReply:
-        """The images of snapshots that are kept here."""
-        return pb.ListKeptReply(images=await in_thread(lambda: list(map(self._kept, self.images.of_snapshots()))))
+        """The images of snapshots that are kept here. One that cannot be read is left out: the others may be needed."""
+        return pb.ListKeptReply(images=await in_thread(lambda: list(self._all_kept())))
+
+    def _all_kept(self) -> Iterator[pb.KeptImage]:
+        for move_log in self.images.of_snapshots():
+            try:
+                yield self._kept(move_log)
+            except (OSError, Damaged, NotFound) as error:
+                log.error("the image %s of %s is of no use: %s", move_log.move, move_log.begin.rank_uid, error)
 
     def _kept(self, move_log: MoveLog) -> pb.KeptImage:
         begin = move_log.begin
