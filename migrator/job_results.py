@@ -24,7 +24,7 @@ class JobOptions:
     replayed_output: str = ""  # rollback: "suppress", "mark" or "pass"; empty: as `migrator run` was told
     changed_files: str = "restore"  # rollback: or "keep", "refuse"
     down_for_s: float = 0.0  # rollback: for how long the job has not run by now, if that is known
-    copies: int | None = None  # snapshot: of each image, on other nodes; None: as many as the cluster file says
+    copies: int | None = None  # snapshot: of each image, on other nodes; None: as before, or as the cluster file says
     record: str = ""  # the id that the coordinator journals; empty: a new one
     uids: frozenset[str] = frozenset()  # suspend: the ranks that the job must have; empty: those that it has now
     confirm_s: float = 60.0  # how long the daemons have to carry out a COMMIT before it is reported as not confirmed

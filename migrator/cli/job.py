@@ -122,7 +122,7 @@ def add_copies(parser: argparse.ArgumentParser) -> None:
         type=arguments.count,
         metavar="N",
         help="number of other nodes that keep a copy of each rank's image: with N copies the images outlive the loss of N"
-        " nodes at once (default: snapshot_copies in the cluster file, else 1)",
+        " nodes at once (default: what was given for this job before, else snapshot_copies in the cluster file, else 1)",
     )
 
 

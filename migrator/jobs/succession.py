@@ -59,6 +59,7 @@ async def take_over(cluster: Cluster, options: JobOptions) -> JobEntry | None:
     parts = participants(chosen, cluster.nodes)
     image = chosen[0][1]
     record = pb.JobRecord(record=image.record, job=image.job, user_id=image.user_id, kind="snapshot", outcome=pb.COMMIT)
+    record.copies = max(one.copies for _, one in chosen)
     return await _adopt(cluster, record, parts, former, parts[0].node, options.lost)
 
 
@@ -129,6 +130,7 @@ async def _adopt(
         former_endpoint=cluster.nodes[former],
         lost_nodes=sorted(lost),
         quorums=record.quorums,
+        copies=record.copies,
     )
     async with cluster.client(successor) as client:
         await client.job.Adopt(request, timeout_s=30)

@@ -46,6 +46,7 @@ class JobRun(ABC):
         self.participants: list[pb.Participant] = []
         self.nodes: list[pb.NodeAddresses] = []
         self.witnesses: list[str] = []  # of a snapshot: nodes that keep none of it, and have a vote
+        self.asked_copies = 0  # of a snapshot: how many of each image the job is to have; 0: as the cluster file says
         self.nccl = False  # ranks are in NCCL communicators
         self.pause_s = 0.0  # of a snapshot: from the cut until all ranks went on
         self.reached = 0
@@ -101,6 +102,7 @@ class JobRun(ABC):
             nccl=self.nccl,
             nodes=self.nodes if self.takes_snapshot else (),
             witnesses=self.witnesses,
+            copies=self.asked_copies,
         )
         await (await self.client(self.coordinator)).job.Begin(request, timeout_s=timeout_s)
 

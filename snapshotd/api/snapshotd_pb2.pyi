@@ -2563,6 +2563,7 @@ class Outcome(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     USER_ID_FIELD_NUMBER: _builtins.int
     PARTICIPANT_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     kind: Global___OutcomeKind.ValueType
     reason: _builtins.str
     token: _builtins.bytes
@@ -2590,6 +2591,8 @@ class Outcome(_message.Message):
     """if MoveRequest.part is set: the job of the record; empty: a version that does not say"""
     user_id: _builtins.int
     """… its user"""
+    copies: _builtins.int
+    """… as in BeginJobRequest"""
     @_builtins.property
     def participant(self) -> Global___Participant:
         """… the rank; unset: no rank of the record has this part"""
@@ -2613,10 +2616,11 @@ class Outcome(_message.Message):
         job: _builtins.str = ...,
         user_id: _builtins.int = ...,
         participant: Global___Participant | None = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["participant", b"participant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "adopted_unix_s", b"adopted_unix_s", "decided_by", b"decided_by", "dropped", b"dropped", "ended", b"ended", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "participant", b"participant", "reason", b"reason", "settled", b"settled", "stored", b"stored", "tethered", b"tethered", "token", b"token", "user_id", b"user_id", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "adopted_unix_s", b"adopted_unix_s", "copies", b"copies", "decided_by", b"decided_by", "dropped", b"dropped", "ended", b"ended", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "participant", b"participant", "reason", b"reason", "settled", b"settled", "stored", b"stored", "tethered", b"tethered", "token", b"token", "user_id", b"user_id", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3458,6 +3462,7 @@ class BeginJobRequest(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     NCCL_FIELD_NUMBER: _builtins.int
     WITNESSES_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -3469,6 +3474,8 @@ class BeginJobRequest(_message.Message):
     """begin a snapshot: like a suspension, but the ranks go on"""
     nccl: _builtins.bool
     """a suspension or snapshot: gates will be closed, and the coordinator has to open them"""
+    copies: _builtins.int
+    """of a snapshot: how many of each image were asked for, for this job, now or at an earlier one; 0: no number was"""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
     @_builtins.property
@@ -3492,10 +3499,11 @@ class BeginJobRequest(_message.Message):
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
         nccl: _builtins.bool = ...,
         witnesses: _abc.Iterable[_builtins.str] | None = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "lease_s", b"lease_s", "nccl", b"nccl", "nodes", b"nodes", "participants", b"participants", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "witnesses", b"witnesses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "job", b"job", "lease_s", b"lease_s", "nccl", b"nccl", "nodes", b"nodes", "participants", b"participants", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "witnesses", b"witnesses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3749,6 +3757,7 @@ class KeptImage(_message.Message):
     COORDINATOR_NODE_FIELD_NUMBER: _builtins.int
     BEGUN_UNIX_S_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     image: _builtins.str
     record: _builtins.str
     """of the snapshot"""
@@ -3763,6 +3772,8 @@ class KeptImage(_message.Message):
     begun_unix_s: _builtins.float
     settled: _builtins.bool
     """all nodes have confirmed the snapshot, as far as this node was told"""
+    copies: _builtins.int
+    """of a copy: as in BeginJobRequest"""
     def __init__(
         self,
         *,
@@ -3777,10 +3788,11 @@ class KeptImage(_message.Message):
         coordinator_node: _builtins.str = ...,
         begun_unix_s: _builtins.float = ...,
         settled: _builtins.bool = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "coordinator_node", b"coordinator_node", "image", b"image", "incarnation", b"incarnation", "is_copy", b"is_copy", "job", b"job", "rank", b"rank", "rank_uid", b"rank_uid", "record", b"record", "settled", b"settled", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "coordinator_node", b"coordinator_node", "copies", b"copies", "image", b"image", "incarnation", b"incarnation", "is_copy", b"is_copy", "job", b"job", "rank", b"rank", "rank_uid", b"rank_uid", "record", b"record", "settled", b"settled", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3827,12 +3839,15 @@ class AdoptRequest(_message.Message):
     FORMER_ENDPOINT_FIELD_NUMBER: _builtins.int
     LOST_NODES_FIELD_NUMBER: _builtins.int
     QUORUMS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
     former: _builtins.str
     """the coordinator before"""
     former_endpoint: _builtins.str
+    copies: _builtins.int
+    """as in BeginJobRequest"""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
     @_builtins.property
@@ -3859,10 +3874,11 @@ class AdoptRequest(_message.Message):
         former_endpoint: _builtins.str = ...,
         lost_nodes: _abc.Iterable[_builtins.str] | None = ...,
         quorums: _abc.Iterable[Global___Voters] | None = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["former", b"former", "former_endpoint", b"former_endpoint", "job", b"job", "lost_nodes", b"lost_nodes", "nodes", b"nodes", "participants", b"participants", "quorums", b"quorums", "record", b"record", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "former", b"former", "former_endpoint", b"former_endpoint", "job", b"job", "lost_nodes", b"lost_nodes", "nodes", b"nodes", "participants", b"participants", "quorums", b"quorums", "record", b"record", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4103,6 +4119,7 @@ class JobRecord(_message.Message):
     ADOPTED_FROM_FIELD_NUMBER: _builtins.int
     CUT_OFF_FIELD_NUMBER: _builtins.int
     QUORUMS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -4135,6 +4152,8 @@ class JobRecord(_message.Message):
     """of a snapshot: the node that coordinated it before"""
     cut_off: _builtins.str
     """of a snapshot: why its coordinator may not decide anything now"""
+    copies: _builtins.int
+    """of a snapshot: as in BeginJobRequest"""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
     @_builtins.property
@@ -4171,10 +4190,11 @@ class JobRecord(_message.Message):
         adopted_from: _builtins.str = ...,
         cut_off: _builtins.str = ...,
         quorums: _abc.Iterable[Global___Voters] | None = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s", "lost_s", b"lost_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s", "adopted_from", b"adopted_from", "begun_unix_s", b"begun_unix_s", "cut_off", b"cut_off", "decided_by", b"decided_by", "down_s", b"down_s", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "lost_s", b"lost_s", "nodes", b"nodes", "outcome", b"outcome", "participants", b"participants", "quorums", b"quorums", "ranks", b"ranks", "reason", b"reason", "record", b"record", "resumed_unix_s", b"resumed_unix_s", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s", "adopted_from", b"adopted_from", "begun_unix_s", b"begun_unix_s", "copies", b"copies", "cut_off", b"cut_off", "decided_by", b"decided_by", "down_s", b"down_s", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "lost_s", b"lost_s", "nodes", b"nodes", "outcome", b"outcome", "participants", b"participants", "quorums", b"quorums", "ranks", b"ranks", "reason", b"reason", "record", b"record", "resumed_unix_s", b"resumed_unix_s", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lost_s: _TypeAlias = _typing.Literal["lost_s"]  # noqa: Y015
     _WhichOneofArgType__lost_s: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s"]  # noqa: Y015

@@ -181,6 +181,9 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     let_go: bool = False  # given up, and a majority knows it: its promises are not needed any more
     fenced: str = ""  # taken over by a lease: this node, which coordinated it before, has ended its ranks
 
+    # a snapshot, and the copies of its images
+    asked_copies: int = 0  # of each image, for this job; 0: no number was asked for
+
     # an image of a snapshot
     successor_node: str = ""  # of its coordinator
     successor_endpoint: str = ""
@@ -268,6 +271,7 @@ class Fields(TypedDict, total=False):
     adopted_from: str
     adopted_unix_s: float
     quorums: list[list[str]]
+    asked_copies: int
     let_go: bool
     fenced: str
     successor_node: str

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from migrator import jobs
 from migrator.find_rank import Found
 from migrator.image_copies import copies_of, nodes_of, set_copies
 from migrator.job_results import JobOptions
+from migrator.jobs.finding import JobEntry
 from migrator.jobs.snapshot import Snapshot
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Full, Refused, Undone, Unreachable
@@ -96,8 +98,8 @@ def _nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.JobGates, "check", no_gates)
 
 
-async def inspected(cluster: Any, copies: int | None = None) -> Snapshot:
-    run = Snapshot(cluster, JobOptions("night", copies=copies), FOUND, "node-1", lambda event: None)
+async def inspected(cluster: Any, copies: int | None = None, before: int = 0) -> Snapshot:
+    run = Snapshot(cluster, JobOptions("night", copies=copies), FOUND, "node-1", lambda event: None, before)
     await run.inspect(1.0)
     return run
 
@@ -111,13 +113,42 @@ def test_the_first_copy_has_fields_of_its_own() -> None:
         assert nodes_of(part) == [f"n{number}" for number in range(count)]
 
 
-@pytest.mark.parametrize(("of_file", "asked", "count"), [(1, None, 1), (2, None, 2), (2, 1, 1), (1, 3, 3)])
-async def test_number_of_copies_is_that_of_the_option_or_of_the_cluster_file(
-    of_file: int, asked: int | None, count: int
+@pytest.mark.parametrize(
+    ("of_file", "before", "asked", "count"),
+    [(1, 0, None, 1), (2, 0, None, 2), (2, 0, 1, 1), (1, 0, 3, 3), (1, 2, None, 2), (3, 1, None, 1), (1, 2, 3, 3)],
+)
+async def test_number_of_copies_is_that_of_the_option_or_as_before_or_of_the_cluster_file(
+    of_file: int, before: int, asked: int | None, count: int
 ) -> None:
-    run = await inspected(Cluster(of_file), asked)
+    cluster = Cluster(of_file)
+    run = await inspected(cluster, asked, before)
     assert [len(copies_of(part)) for part in run.participants] == [count, count]
+    await run.begin_job(1.0)
+    assert cluster.begun.copies == (asked or before), "that of the cluster file is not one for this job"
     await run.close()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_number_that_was_asked_for_before_is_that_of_the_last_snapshot(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the coordinator hands it over first, because it has no rank of the job any more."""
+    parts = [pb.Participant(rank_uid=rank.uid, rank=rank.rank) for rank in RANKS]
+    record = pb.JobRecord(record="m-1", job="night", kind="snapshot", outcome=pb.COMMIT, participants=parts, copies=2)
+    known: list[JobEntry] = [JobEntry("node-5" if leaves else "node-2", record)]
+
+    async def snapshot_of(cluster: Any, uids: Any) -> JobEntry | None:
+        return known[0] if known else None
+
+    async def hand_over(cluster: Any, entry: JobEntry, successor: str) -> JobEntry:
+        return JobEntry(successor, entry.record)
+
+    monkeypatch.setattr(jobs, "snapshot_of", snapshot_of)
+    monkeypatch.setattr(jobs, "hand_over", hand_over)
+    cluster: Any = Cluster()
+    assert await jobs._coordinator(cluster, FOUND) == ("node-1" if leaves else "node-2", 2)
+    known.clear()
+    assert await jobs._coordinator(cluster, FOUND) == ("node-1", 0)
 
 
 async def test_every_copy_is_prepared_sent_kept_and_discarded() -> None:

@@ -14,6 +14,7 @@ from migrator import pki
 from snapshotd.api.errors import Unreadable, Where
 from snapshotd.moves import description
 from snapshotd.moves.jobs.succession import Succession
+from snapshotd.moves.rules import Mark
 from tests.moves.kept_images import FILES, Keeping, keeping
 
 IMAGE, COPY, RESUMED = "m-000000000001", "m-000000000002", "m-000000000003"
@@ -88,11 +89,11 @@ async def test_unreadable_image_does_not_hide_the_others_from_a_successor(
     node: Keeping, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = node.keep(IMAGE)
-    node.keep(COPY, "copy")
+    node.keep(COPY, "copy").mark(Mark.SETTLED, asked_copies=2)
     jobs: Any = SimpleNamespace(promises=SimpleNamespace(of=lambda record: None))
     nothing: Any = None
     succession = Succession(node.node, jobs, node.images, nothing, nothing, nothing)
-    assert [one.image for one in (await succession.kept()).images] == [IMAGE, COPY]
+    assert [(one.image, one.copies) for one in (await succession.kept()).images] == [(IMAGE, 0), (COPY, 2)]
     path = node.file(IMAGE, description.FILE)
     match damage:
         case "unreadable":

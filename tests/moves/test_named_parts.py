@@ -114,6 +114,14 @@ def test_copies_are_journalled_and_sent_as_they_were_given() -> None:
     assert PART.copies == (ImageCopy(COPY, "node-2", "e"),), "a record that was journalled before"
 
 
+async def test_node_of_a_copy_knows_how_many_the_job_is_to_have(tmp_path: Path) -> None:
+    """A successor of the coordinator learns it from there."""
+    buddy = Buddy(tmp_path)
+    buddy.record.mark(Mark.BEGUN, asked_copies=2)
+    await buddy.prepare()
+    assert buddy.journal.get(COPY).whole().asked_copies == 2
+
+
 async def test_copy_that_is_meant_for_another_node_or_is_no_copy_is_refused(tmp_path: Path) -> None:
     buddy = Buddy(tmp_path)
     buddy.node.config.node = "node-4"

@@ -72,7 +72,7 @@ class Succession:
 
     def _kept(self, move_log: MoveLog) -> pb.KeptImage:
         begin = move_log.begin
-        folder = self.node.store_of(begin).path(move_log.move)
+        folder, record = self.node.store_of(begin).path(move_log.move), move_log.whole()
         return pb.KeptImage(
             image=move_log.move,
             record=begin.coordinator,
@@ -82,9 +82,10 @@ class Succession:
             job=begin.job,
             user_id=max(begin.user_id, 0),
             incarnation=description.decode((folder / description.FILE).read_bytes()).incarnation,
-            coordinator_node=move_log.whole().successor_node or begin.coordinator_node,
+            coordinator_node=record.successor_node or begin.coordinator_node,
             begun_unix_s=begin.begun_unix_s,
             settled=(promise := self.jobs.promises.of(begin.coordinator)) is not None and promise.settled,
+            copies=record.asked_copies,
         )
 
     # ------------------------------------------------------------------ the former coordinator
@@ -205,6 +206,7 @@ class Succession:
                     quorums=quorums,
                     lost_nodes=list(request.lost_nodes),
                     fenced=fenced,
+                    asked_copies=request.copies,
                 )
         return await self.jobs.outcome(request.record)
 
@@ -231,6 +233,7 @@ class Succession:
             quorums=quorums,
             lost_nodes=list(request.lost_nodes),
             fenced=fenced,
+            asked_copies=request.copies,
         )
         move_log.decide(Outcome.COMMIT, f"taken over from {request.former}", by)
         move_log.mark(Mark.SETTLED, done=[part.move for part in parts])
