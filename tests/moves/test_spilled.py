@@ -16,8 +16,9 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.moves.device.into_image import IntoImage
 from snapshotd.moves.device.stripe_room import ON_DISK, StripeRoom
 from snapshotd.moves.device.striped import Striped
-from snapshotd.moves.jobs.images import StoredImages, _Sending
+from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.jobs.pacing import Pacing
+from snapshotd.moves.jobs.sending import Sending
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.kept_files import KeptFiles
 from snapshotd.moves.record import Begin
@@ -104,7 +105,7 @@ def test_image_on_the_disk_is_not_linked_to_memory(place: Place, target_spilled:
     for path in files:
         path.write_bytes(path.name.encode())
     request = pb.SendRequest(image=IMAGE, move=TARGET, target_node="a")
-    left = _Sending(place.node, move_log, request, Pacing())._link_stripes(files)
+    left = Sending(place.node, move_log, request, Pacing())._link_stripes(files)
     assert left == (files[2:] if target_spilled else files)
 
 
