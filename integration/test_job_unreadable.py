@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from snapshotd.transport.image.store import MOVE_NAME
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ONE, TWO, *_ = HOMES
+SPARE = "spare-1"
 
 
 @pytest.fixture
@@ -76,6 +78,41 @@ def test_job_is_rolled_back_from_a_copy_if_the_image_cannot_be_read(torch_lab: T
     assert f"the image {own.name} of rank 1 of job {job.name}" in nodes.logs()
     job.await_progress(2)
     _job(nodes, "snapshot", job.name)
+    job.end.touch()
+    job.assert_whole()
+    torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
+    until("nothing to be left", lambda: not nodes.leftovers())
+
+
+def test_copy_that_its_node_has_changed_is_refused_and_the_next_one_is_used(torch_lab: TorchLab) -> None:
+    """The node of the rank is lost, and its first buddy is compromised."""
+    nodes = torch_lab.cluster
+    job = torch_lab.plain("ddp.py", "--pace-s", "0.3", "--until", "{end}", nodes=(ONE, TWO), name="changed")
+    job.await_steps(3)
+    nodes.move(job.agents[0], SPARE, rank=1)  # its launcher outlives its node
+    taken = _job(nodes, "snapshot", job.name, "--copies", "2")
+    first, second = next(rank["copies"] for rank in taken["ranks"] if rank["rank"] == 1)
+    job.await_progress(2)
+    image = _image(nodes, first, TWO)
+    pages = max(image.glob("*pages-*.img"), key=lambda path: path.stat().st_blocks)
+    with pages.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        (last,) = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    nodes.lab.crash(SPARE)
+    try:
+        back = _job(nodes, "rollback", job.name, "--lost", SPARE)
+        (bad,) = back["unreadable_images"]
+        assert (bad["rank"], bad["node"], bad["image"]) == (1, first, image.name)
+        assert f"not what {SPARE} has made: {pages.name}" in bad["reason"]
+        (rank,) = [rank for rank in back["ranks"] if rank["rank"] == 1]
+        assert rank["from"] == second
+        assert f"{first} has sent an image that is refused" in nodes.logs()
+        assert "check" in {part["name"] for part in back["parts"]}
+        job.await_progress(2)
+    finally:
+        nodes.lab.boot(SPARE)
     job.end.touch()
     job.assert_whole()
     torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)

@@ -45,6 +45,9 @@ class Resumption(JobRun):
             )
         self.participants = [self._participant(part) for part in record.participants]
         self.images: dict[str, pb.StoredImage] = {}  # by rank uid
+        self.makers = {
+            part.rank_uid: part.made_on for part in record.participants
+        }  # of a snapshot; empty: does not sign
         self.nonces: dict[str, bytes] = {}  # by move
 
     def _participant(self, part: pb.Participant) -> pb.Participant:
@@ -115,12 +118,23 @@ class Resumption(JobRun):
             client = await self.client(part.image_node)
             found = await client.source.GetImage(pb.MoveRequest(move=part.image), timeout_s=timeout_s)
             self.must_be(part, part.image_node, found.facts.rank)
+            self._must_be_made_by(part, found.facts.source_node)
             self.images[part.rank_uid] = found
 
         await each(self.participants, ask)
         for part in self.participants:
             rank = self.images[part.rank_uid].facts.rank
             part.home_node, part.home_endpoint = rank.home_node, rank.home_endpoint
+
+    def _must_be_made_by(self, part: pb.Participant, said: str) -> None:
+        maker = self.makers[part.rank_uid]
+        if maker and said != maker:
+            raise Unreadable(f"it says that {said[:80]} has made it, and {maker} has", where=Where.SUSPENDED)
+        if self.suspended.kind == "rollback" and not maker and part.image_node != said:
+            self.warnings.append(
+                f"rank {part.rank}: {said} has made the image with an older version, and has not signed the copy on"
+                f" {part.image_node}: that node could have changed it"
+            )
 
     def _cannot_use(self, part: pb.Participant, error: Unreadable) -> None:
         self.unreadable.append(UnreadableImage(part.rank, part.image_node, part.image, error.message))
@@ -178,6 +192,8 @@ class Resumption(JobRun):
                 image_node=part.image_node,
                 replayed_output=self.options.replayed_output,
                 changed_files=self.changed,
+                made_on=self.makers[part.rank_uid],
+                snapshot=self.suspended.snapshot,
             )
             reply = await (await self.client(part.node)).target.Prepare(request, timeout_s=timeout_s)
             self.nonces[part.move] = reply.nonce

@@ -75,6 +75,7 @@ class Snapshot(Suspension):
 
     def inspected(self, part: pb.Participant, reply: pb.InspectReply) -> None:
         self.facts[part.rank_uid] = reply.facts
+        part.made_on = part.node if reply.signs_images else ""
 
     async def inspect(self, timeout_s: float) -> None:
         await super().inspect(timeout_s)

@@ -98,6 +98,7 @@ def participants(images: Sequence[Kept], endpoints: Mapping[str, str]) -> list[p
                 node=node,
                 endpoint=endpoints[node],
                 incarnation=image.incarnation,
+                made_on=image.made_on,
             )
         elif part.rank_uid != image.rank_uid:
             raise Refused(
@@ -106,7 +107,15 @@ def participants(images: Sequence[Kept], endpoints: Mapping[str, str]) -> list[p
                 remedy="find out which of them is right; do not trust the other node, and declare it dead with --lost",
                 where=Where.UNTOUCHED,
             )
+        elif part.made_on and image.made_on and part.made_on != image.made_on:
+            raise Refused(
+                f"{part.node} and {node} do not agree on the node that has made the image of rank {image.rank} of job"
+                f" {image.job} in {image.record}: {part.made_on!r} and {image.made_on!r}",
+                remedy="find out which of them is right; do not trust the other node, and declare it dead with --lost",
+                where=Where.UNTOUCHED,
+            )
         else:
+            part.made_on = part.made_on or image.made_on
             copy = pb.ImageCopy(move=image.image, node=node, endpoint=endpoints[node])
             set_copies(part, [*copies_of(part), copy])
     return [found[rank] for rank in sorted(found)]

@@ -2077,8 +2077,11 @@ class InspectReply(_message.Message):
     CHECKS_FIELD_NUMBER: _builtins.int
     REWIRES_FIELD_NUMBER: _builtins.int
     LOOK_FIELD_NUMBER: _builtins.int
+    SIGNS_IMAGES_FIELD_NUMBER: _builtins.int
     look: _builtins.str
     """names these facts for Begin, which then need not be gathered again; empty: refused"""
+    signs_images: _builtins.bool
+    """this node signs images that it makes for snapshots (MadeImage)"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
@@ -2094,10 +2097,11 @@ class InspectReply(_message.Message):
         checks: _abc.Iterable[Global___Check] | None = ...,
         rewires: _abc.Iterable[Global___Rewire] | None = ...,
         look: _builtins.str = ...,
+        signs_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "facts", b"facts", "look", b"look", "rewires", b"rewires"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "facts", b"facts", "look", b"look", "rewires", b"rewires", "signs_images", b"signs_images"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2720,6 +2724,8 @@ class PrepareRequest(_message.Message):
     KEEP_FIELD_NUMBER: _builtins.int
     REPLAYED_OUTPUT_FIELD_NUMBER: _builtins.int
     CHANGED_FILES_FIELD_NUMBER: _builtins.int
+    MADE_ON_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     source_endpoint: _builtins.str
     gpu: _builtins.str
@@ -2732,6 +2738,10 @@ class PrepareRequest(_message.Message):
     """… after a rollback: "suppress", "mark" or "pass" what is printed again; empty: as its keeper was told"""
     changed_files: _builtins.str
     """… "restore", "keep" or "refuse" files that were open for writing and were deleted or replaced since; empty: restore"""
+    made_on: _builtins.str
+    """… after a rollback: the node that has signed the image (MadeImage); empty: none has"""
+    snapshot: _builtins.str
+    """… … and the record of its snapshot"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
@@ -2760,10 +2770,12 @@ class PrepareRequest(_message.Message):
         keep: _builtins.bool = ...,
         replayed_output: _builtins.str = ...,
         changed_files: _builtins.str = ...,
+        made_on: _builtins.str = ...,
+        snapshot: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_files", b"changed_files", "coordinator", b"coordinator", "facts", b"facts", "gpu", b"gpu", "image_node", b"image_node", "keep", b"keep", "move", b"move", "nodes", b"nodes", "ranks", b"ranks", "replayed_output", b"replayed_output", "source_endpoint", b"source_endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_files", b"changed_files", "coordinator", b"coordinator", "facts", b"facts", "gpu", b"gpu", "image_node", b"image_node", "keep", b"keep", "made_on", b"made_on", "move", b"move", "nodes", b"nodes", "ranks", b"ranks", "replayed_output", b"replayed_output", "snapshot", b"snapshot", "source_endpoint", b"source_endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3073,21 +3085,27 @@ class SealRequest(_message.Message):
     MOVE_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
+    MADE_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     signature: _builtins.bytes
     """by the key of the source's certificate; see snapshotd/moves/image_seal.py"""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageFile]: ...
+    @_builtins.property
+    def made(self) -> Global___MadeImage:
+        """of a snapshot's image, also when it is sent again"""
+
     def __init__(
         self,
         *,
         move: _builtins.str = ...,
         files: _abc.Iterable[Global___ImageFile] | None = ...,
         signature: _builtins.bytes = ...,
+        made: Global___MadeImage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["made", b"made"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "move", b"move", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "made", b"made", "move", b"move", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3112,6 +3130,78 @@ class SealReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SealReply: _TypeAlias = SealReply  # noqa: Y015
+
+@_typing.final
+class MadeImage(_message.Message):
+    """What the node that has made an image for a snapshot has signed; see snapshotd/moves/jobs/made_image.py."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    RANK_UID_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    MADE_UNIX_S_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    CERTIFICATES_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """which made it"""
+    rank_uid: _builtins.str
+    snapshot: _builtins.str
+    """record"""
+    made_unix_s: _builtins.float
+    signature: _builtins.bytes
+    """of all that is above"""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageContent]: ...
+    @_builtins.property
+    def certificates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of the key, then those of CAs between it and the cluster's; DER"""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        rank_uid: _builtins.str = ...,
+        snapshot: _builtins.str = ...,
+        made_unix_s: _builtins.float = ...,
+        files: _abc.Iterable[Global___ImageContent] | None = ...,
+        signature: _builtins.bytes = ...,
+        certificates: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificates", b"certificates", "files", b"files", "made_unix_s", b"made_unix_s", "node", b"node", "rank_uid", b"rank_uid", "signature", b"signature", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MadeImage: _TypeAlias = MadeImage  # noqa: Y015
+
+@_typing.final
+class ImageContent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    size: _builtins.int
+    digest: _builtins.bytes
+    """of its content"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        size: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageContent: _TypeAlias = ImageContent  # noqa: Y015
 
 @_typing.final
 class RestoreReply(_message.Message):
@@ -3369,6 +3459,7 @@ class Participant(_message.Message):
     HOME_NODE_FIELD_NUMBER: _builtins.int
     HOME_ENDPOINT_FIELD_NUMBER: _builtins.int
     MORE_COPIES_FIELD_NUMBER: _builtins.int
+    MADE_ON_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
     rank: _builtins.int
     move: _builtins.str
@@ -3390,6 +3481,8 @@ class Participant(_message.Message):
     home_node: _builtins.str
     """of a resumption: the node of its home keeper"""
     home_endpoint: _builtins.str
+    made_on: _builtins.str
+    """of a snapshot: the node that has made the image, and signs it; empty: it does not sign"""
     @_builtins.property
     def more_copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageCopy]:
         """of a snapshot: those of further buddies. A coordinator that does not know this field names none of them, so their nodes refuse them"""
@@ -3412,10 +3505,11 @@ class Participant(_message.Message):
         home_node: _builtins.str = ...,
         home_endpoint: _builtins.str = ...,
         more_copies: _abc.Iterable[Global___ImageCopy] | None = ...,
+        made_on: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "copy_endpoint", b"copy_endpoint", "copy_node", b"copy_node", "endpoint", b"endpoint", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "image", b"image", "image_endpoint", b"image_endpoint", "image_node", b"image_node", "incarnation", b"incarnation", "more_copies", b"more_copies", "move", b"move", "node", b"node", "rank", b"rank", "rank_uid", b"rank_uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "copy_endpoint", b"copy_endpoint", "copy_node", b"copy_node", "endpoint", b"endpoint", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "image", b"image", "image_endpoint", b"image_endpoint", "image_node", b"image_node", "incarnation", b"incarnation", "made_on", b"made_on", "more_copies", b"more_copies", "move", b"move", "node", b"node", "rank", b"rank", "rank_uid", b"rank_uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3758,6 +3852,7 @@ class KeptImage(_message.Message):
     BEGUN_UNIX_S_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
+    MADE_ON_FIELD_NUMBER: _builtins.int
     image: _builtins.str
     record: _builtins.str
     """of the snapshot"""
@@ -3774,6 +3869,8 @@ class KeptImage(_message.Message):
     """all nodes have confirmed the snapshot, as far as this node was told"""
     copies: _builtins.int
     """of a copy: as in BeginJobRequest"""
+    made_on: _builtins.str
+    """as in Participant"""
     def __init__(
         self,
         *,
@@ -3789,10 +3886,11 @@ class KeptImage(_message.Message):
         begun_unix_s: _builtins.float = ...,
         settled: _builtins.bool = ...,
         copies: _builtins.int = ...,
+        made_on: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "coordinator_node", b"coordinator_node", "copies", b"copies", "image", b"image", "incarnation", b"incarnation", "is_copy", b"is_copy", "job", b"job", "rank", b"rank", "rank_uid", b"rank_uid", "record", b"record", "settled", b"settled", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "coordinator_node", b"coordinator_node", "copies", b"copies", "image", b"image", "incarnation", b"incarnation", "is_copy", b"is_copy", "job", b"job", "made_on", b"made_on", "rank", b"rank", "rank_uid", b"rank_uid", "record", b"record", "settled", b"settled", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -159,6 +159,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     # target of a resumption
     from_node: str = ""  # where the rank was when its image was made
+    maker: str = ""  # after a rollback: that node, which has signed the image for `snapshot`; empty: none has
     ended_before: str = ""  # the last record by which copies of its job that ran were ended
     tethered: bool = False  # after a rollback: it must end if it is cut off from the coordinator
     replayed_output: str = ""  # after a rollback: what its home keeper does with output that is printed again
@@ -256,6 +257,7 @@ class Fields(TypedDict, total=False):
     continued: bool
     late: list[tuple[str, int]]
     from_node: str
+    maker: str
     ended_before: str
     tethered: bool
     replayed_output: str

@@ -32,6 +32,7 @@ class Cluster:
         self.snapshot_copies = snapshot_copies
         self.silent: set[str] = set()
         self.full: set[str] = set()
+        self.old: set[str] = set()  # nodes that do not sign images
         self.asked: list[tuple[str, str, str]] = []  # node, call, move
         self.begun = pb.BeginJobRequest()
 
@@ -39,7 +40,7 @@ class Cluster:
     async def client(self, node: str) -> AsyncIterator[Any]:
         async def inspect(request: pb.InspectRequest, timeout_s: float) -> pb.InspectReply:
             (rank,) = [rank for rank in RANKS if rank.uid == request.rank_uid]
-            return pb.InspectReply(facts=pb.RankFacts(rank=rank, source_node=node))
+            return pb.InspectReply(facts=pb.RankFacts(rank=rank, source_node=node), signs_images=node not in self.old)
 
         async def begin(request: pb.BeginJobRequest, timeout_s: float) -> pb.BeginJobReply:
             self.begun.CopyFrom(request)
@@ -166,6 +167,15 @@ async def test_every_copy_is_prepared_sent_kept_and_discarded() -> None:
     for call in ("prepare", "send", "keep", "discard"):
         assert cluster.asked_for(call) == everyone, call
     assert (run.copied_bytes, sum(found for _, found, _ in run.bytes.values())) == (12, 16)
+    await run.close()
+
+
+async def test_record_has_the_node_that_makes_each_image_if_it_signs() -> None:
+    cluster = Cluster()
+    cluster.old = {"node-2"}
+    run = await inspected(cluster)
+    await run.begin_job(1.0)
+    assert [part.made_on for part in cluster.begun.participants] == ["node-1", ""]
     await run.close()
 
 

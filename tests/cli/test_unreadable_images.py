@@ -46,6 +46,8 @@ class Cluster:
         self.image_of: dict[str, str] = {}  # by move
         self.records: list[str] = []
         self.running: set[str] = set()  # moves
+        self.made_on: dict[str, str] = {}  # by image: what its node says; else the node of the rank
+        self.prepared: list[pb.PrepareRequest] = []
 
     def _fail(self, call: str, image: str) -> None:
         self.asked.append((call, image))
@@ -59,7 +61,7 @@ class Cluster:
         async def image(request: pb.MoveRequest, timeout_s: float) -> pb.StoredImage:
             self._fail("read", request.move)
             rank = int(request.move[-1])
-            facts = pb.RankFacts(source_node=f"node-{rank + 1}")
+            facts = pb.RankFacts(source_node=self.made_on.get(request.move, f"node-{rank + 1}"))
             facts.rank.CopyFrom(pb.Rank(uid=f"night-{rank}", job="night", rank=rank, user_id=7))
             return pb.StoredImage(facts=facts)
 
@@ -73,6 +75,7 @@ class Cluster:
             return pb.BeginJobReply()
 
         async def prepare(request: pb.PrepareRequest, timeout_s: float) -> pb.PrepareReply:
+            self.prepared.append(request)
             return pb.PrepareReply(nonce=b"nonce")
 
         async def send(request: pb.SendRequest, timeout_s: float) -> AsyncIterator[pb.Progress]:
@@ -107,9 +110,9 @@ class Cluster:
             job=SimpleNamespace(Begin=begin, Commit=commit, Abort=abort),
         )
 
-    async def back(self, known: tuple[UnreadableImage, ...] = ()) -> JobResult:
+    async def back(self, known: tuple[UnreadableImage, ...] = (), record: pb.JobRecord = RECORD) -> JobResult:
         cluster: Any = self
-        return await bring_back(cluster, JobOptions("night"), "node-1", RECORD, lambda event: None, known)
+        return await bring_back(cluster, JobOptions("night"), "node-1", record, lambda event: None, known)
 
     @property
     def used(self) -> list[str]:
@@ -221,6 +224,44 @@ async def test_rollback_is_not_decided_if_no_image_of_a_rank_can_be_read() -> No
     with pytest.raises(Unreadable, match=r"of rank 0 of job night can be read: .*; node-3 does not answer") as caught:
         await _places(cluster, RECORD, ["node-1", "node-2"], bad, Where.UNTOUCHED)
     assert caught.value.where is Where.UNTOUCHED
+
+
+def signed() -> pb.JobRecord:
+    record = pb.JobRecord()
+    record.CopyFrom(RECORD)
+    record.snapshot = "m-00000000000a"
+    for part in record.participants:
+        part.made_on = part.node
+    return record
+
+
+async def test_targets_are_told_which_node_has_signed_and_for_which_snapshot() -> None:
+    cluster = Cluster(own_0="send")
+    result = await cluster.back(record=signed())
+    assert result.warnings == []
+    found = {(one.facts.rank.rank, one.image_node, one.made_on, one.snapshot) for one in cluster.prepared}
+    assert found == {
+        (0, "node-1", "node-1", "m-00000000000a"),
+        (0, "node-2", "node-1", "m-00000000000a"),
+        (1, "node-2", "node-2", "m-00000000000a"),
+    }
+
+
+async def test_node_that_names_another_maker_is_not_used() -> None:
+    cluster = Cluster(own_0="send")
+    cluster.made_on["copy-0"] = "node-2"
+    result = await cluster.back(record=signed())
+    assert cluster.used == ["more-0", "own-1"]
+    assert ("copy-0", "node-2") in {(one.image, one.node) for one in result.unreadable_images}
+    assert "it says that node-2 has made it, and node-1 has" in result.unreadable_images[1].reason
+
+
+async def test_copy_of_a_maker_that_does_not_sign_is_used_with_a_warning() -> None:
+    cluster = Cluster(own_0="send")
+    result = await cluster.back()
+    assert result.outcome is JobVerdict.RESUMED
+    (warning,) = result.warnings
+    assert "rank 0: node-1 has made the image with an older version, and has not signed the copy on node-2" in warning
 
 
 def test_images_are_asked_for_on_nodes_that_answer_first() -> None:

@@ -21,6 +21,7 @@ from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.moves.source import sink
 from snapshotd.transport.image.local_stream import LocalStream
+from snapshotd.transport.image.spill import SpillingStore
 from snapshotd.transport.image.store import ImageStore
 from tests.moves.test_home_keepers import META
 from tests.served import credentials
@@ -35,7 +36,7 @@ class Keeping:
 
     def __init__(self, folder: Path, name: str, ca: Path) -> None:
         self.folder, self.name = folder / name, name
-        self.store, self.journal = ImageStore(self.folder / "images"), Journal(self.folder / "state")
+        self.store, self.journal = SpillingStore(self.folder / "images"), Journal(self.folder / "state")
         self.received = ImageStore(self.folder / "received")
         self.sealed: list[pb.SealRequest] = []
         config = SimpleNamespace(node=name, advertise=f"{name}:1", streams=2, chunk_bytes=1 << 20, copy_limit="")

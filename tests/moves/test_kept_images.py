@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from migrator import pki
+from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Unreadable, Where
 from snapshotd.moves import description
+from snapshotd.moves.jobs import made_image
 from snapshotd.moves.jobs.succession import Succession
 from snapshotd.moves.rules import Mark
 from tests.moves.kept_images import FILES, Keeping, keeping
@@ -89,11 +91,14 @@ async def test_unreadable_image_does_not_hide_the_others_from_a_successor(
     node: Keeping, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = node.keep(IMAGE)
-    node.keep(COPY, "copy").mark(Mark.SETTLED, asked_copies=2)
+    copy = node.keep(COPY, "copy")
+    copy.mark(Mark.SETTLED, asked_copies=2)
+    made_image.save(copy, pb.MadeImage(node="node-1"))
     jobs: Any = SimpleNamespace(promises=SimpleNamespace(of=lambda record: None))
     nothing: Any = None
     succession = Succession(node.node, jobs, node.images, nothing, nothing, nothing)
-    assert [(one.image, one.copies) for one in (await succession.kept()).images] == [(IMAGE, 0), (COPY, 2)]
+    found = [(one.image, one.copies, one.made_on) for one in (await succession.kept()).images]
+    assert found == [(IMAGE, 0, ""), (COPY, 2, "node-1")]
     path = node.file(IMAGE, description.FILE)
     match damage:
         case "unreadable":

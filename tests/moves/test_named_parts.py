@@ -110,6 +110,7 @@ def test_copies_are_journalled_and_sent_as_they_were_given() -> None:
     assert JobPart.of(part.to_proto()) == part
     assert msgspec.json.decode(msgspec.json.encode(part), type=JobPart) == part
     assert [(copy.move, copy.node) for copy in part.copies] == [(COPY, "node-2"), (VICTIM, "node-3")]
+    assert JobPart.of(pb.Participant(made_on="node-1")).to_proto().made_on == "node-1"
     assert JobPart("u", 0, MINE, "node-1", "e").copies == ()
     assert PART.copies == (ImageCopy(COPY, "node-2", "e"),), "a record that was journalled before"
 

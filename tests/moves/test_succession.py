@@ -15,7 +15,7 @@ from migrator.job_results import JobOptions
 from migrator.jobs import succession as taking_over
 from migrator.jobs.succession import newest_whole, participants
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import NotFound, Unreachable, WrongState
+from snapshotd.api.errors import NotFound, Refused, Unreachable, WrongState
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves.jobs import records, succession
 from snapshotd.moves.jobs.succession import Succession
@@ -212,6 +212,17 @@ def test_rank_without_its_own_image_is_restored_from_the_copy() -> None:
     first, second = participants(images, {"b": "b:1", "c": "c:1"})
     assert (first.move, first.node, first.copy) == ("s1-0-True", "b", "")
     assert (second.move, second.node, second.copy, second.copy_node) == ("s1-1-False", "b", "s1-1-True", "c")
+
+
+def test_successor_knows_which_node_has_made_an_image() -> None:
+    endpoints = {node: f"{node}:1" for node in "bcd"}
+    images = [("b", kept(0, "s1")), ("c", kept(0, "s1", copy=True)), ("d", kept(0, "s1", copy=True))]
+    assert participants(images, endpoints)[0].made_on == "", "of an older version"
+    images[1][1].made_on = "a"
+    assert participants(images, endpoints)[0].made_on == "a", "a node cannot make it count without a signature"
+    images[2][1].made_on = "d"
+    with pytest.raises(Refused, match="and d do not agree on the node that has made"):
+        participants(images, endpoints)
 
 
 def test_rank_keeps_all_copies_that_are_left() -> None:

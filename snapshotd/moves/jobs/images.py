@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import (
@@ -49,6 +50,7 @@ class StoredImages:
         self._facts: dict[str, pb.RankFacts] = {}  # by move; they do not change
         self._sizes_bytes: dict[str, int] = {}  # … nor do these
         self._pacing = Pacing()
+        self._signing = WeakValueDictionary[str, asyncio.Lock]()  # by move
 
     def adopt(self) -> None:
         """At start: drops what a crash left of images that were never whole, or were given up. A whole image of which the
@@ -129,7 +131,9 @@ class StoredImages:
             raise Usage("an image is sent with the target's nonce, to a node and its endpoint")
         parts += await self._synced(move_log)
         await reach(Point.BEFORE_SEND)
-        sending = Sending(self.node, move_log, request, self._pacing)
+        sending = Sending(
+            self.node, move_log, request, self._pacing, self._signing.setdefault(request.image, asyncio.Lock())
+        )
         task = asyncio.create_task(sending.run(), name=f"send {request.image}")
         try:
             while not task.done():

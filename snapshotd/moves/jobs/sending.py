@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -12,7 +13,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, SnapshotError, Unreadable, Where
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.moves.device import stripe_files
-from snapshotd.moves.jobs import stored
+from snapshotd.moves.jobs import made_image, stored
 from snapshotd.moves.jobs.pacing import Pacing
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
@@ -31,7 +32,16 @@ log = logging.getLogger(__name__)
 class Sending:
     """One image on its way."""
 
-    def __init__(self, node: Node, move_log: MoveLog, request: pb.SendRequest, pacing: Pacing) -> None:
+    def __init__(
+        self,
+        node: Node,
+        move_log: MoveLog,
+        request: pb.SendRequest,
+        pacing: Pacing,
+        signing: asyncio.Lock | None = None,
+    ) -> None:
+        """`signing`: held while the image is signed, which is done for all its buddies together."""
+        self.signing = signing or asyncio.Lock()
         self.node, self.log, self.request, self.pacing = node, move_log, request, pacing
         self.is_copy = not move_log.committed  # to a buddy, while the rank runs; else to resume the job
         self.waited: list[pb.Part] = []  # for the limit of copies
@@ -55,9 +65,17 @@ class Sending:
         sink = TargetSink(self.node, self._begin(), go_last=self.is_copy)
         with readable(self.log, OSError, Unreadable):
             files = await in_thread(stored.verified, self.folder, self.log)
+            sink.made = await in_thread(made_image.load, self.log)
             if request.target_node == self.node.config.node:
+                await self._must_be_whole(sink.made, files)
                 files = await in_thread(self._link_stripes, files)
             self.expected_bytes = await in_thread(size_bytes, files)
+        async with self._signed(files) as signed:
+            await self._send(sink, files, signed)
+        log.info("sent the image of rank %s to %s", self.log.begin.rank_uid, request.target_node)
+
+    async def _send(self, sink: TargetSink, files: Sequence[Path], signed: asyncio.Task[pb.MadeImage] | None) -> None:
+        request = self.request
         offers, chunk_bytes = request.offer_blocks, self.node.config.chunk_bytes
         async with self._streams(sink) as streams, Sender(streams, chunk_bytes, offers=offers) as self.sender:
             with readable(self.log, Unreadable):
@@ -68,9 +86,33 @@ class Sending:
             # Before the target can answer that its copy runs: this node confirms then that the rank is there.
             node, endpoint = request.target_node, request.target_endpoint
             await in_thread(self.log.mark, Mark.SETTLED, resumed_node=node, resumed_endpoint=endpoint)
+        if signed is not None:
+            sink.made = await signed
         if damaged := await sink.seal(sent):
             raise Damaged(f"these images arrived damaged: {', '.join(damaged)}", where=Where.UNKNOWN)
-        log.info("sent the image of rank %s to %s", self.log.begin.rank_uid, request.target_node)
+
+    async def _must_be_whole(self, made: pb.MadeImage | None, files: Sequence[Path]) -> None:
+        """The target is this node, and looks at nothing that it has sent to itself. In its memory nothing has changed."""
+        if made is not None and self.node.store.on_disk(self.log.move):
+            await made_image.must_be_whole(made, files)
+
+    @contextlib.asynccontextmanager
+    async def _signed(self, files: Sequence[Path]) -> AsyncIterator[asyncio.Task[pb.MadeImage] | None]:
+        """Signs what a buddy gets while it is sent. What is sent again was signed before."""
+        if not self.is_copy:
+            yield None
+            return
+        task = asyncio.create_task(self._sign(files), name=f"sign {self.log.move}")
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _sign(self, files: Sequence[Path]) -> pb.MadeImage:
+        async with self.signing:
+            with readable(self.log, OSError, Unreadable):
+                return await made_image.of_image(self.node.credentials, self.node.config.node, self.log, files)
 
     @contextlib.asynccontextmanager
     async def _streams(self, sink: TargetSink) -> AsyncIterator[Sequence[Stream]]:

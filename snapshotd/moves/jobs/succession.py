@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, Damaged, NotFound, SnapshotError, Usage, Where, WrongState
 from snapshotd.moves import description
-from snapshotd.moves.jobs import records
+from snapshotd.moves.jobs import made_image, records
 from snapshotd.moves.jobs.coordinator import JobSteps
 from snapshotd.moves.jobs.ending import Endings
 from snapshotd.moves.jobs.images import StoredImages
@@ -86,6 +86,7 @@ class Succession:
             begun_unix_s=begin.begun_unix_s,
             settled=(promise := self.jobs.promises.of(begin.coordinator)) is not None and promise.settled,
             copies=record.asked_copies,
+            made_on=made.node if (made := made_image.load(move_log)) is not None else "",
         )
 
     # ------------------------------------------------------------------ the former coordinator
