@@ -49,12 +49,14 @@ _SPAN_BYTES = 64 << 20
 _ZERO_PIECE = hashlib.sha256(bytes(_PIECE_BYTES)).digest()
 #: Threads that compute digests, while the rank trains and while it waits.
 MAKING, CHECKING = 2, 8
+#: Priority of the former: the rank trains, and other ranks of the job are still being saved.
+_NICE = 19
 
 
-async def contents(paths: Sequence[Path], threads: int) -> list[pb.ImageContent]:
+async def contents(paths: Sequence[Path], threads: int, *, nice: int = 0) -> list[pb.ImageContent]:
     """Name, size and digest of each file. Raises OSError. If it is cancelled, it ends soon."""
     stop = threading.Event()
-    work = asyncio.create_task(in_thread(_contents, paths, min(threads, os.cpu_count() or 1), stop))
+    work = asyncio.create_task(in_thread(_contents, paths, min(threads, os.cpu_count() or 1), nice, stop))
     try:
         return await asyncio.shield(work)
     finally:
@@ -62,7 +64,7 @@ async def contents(paths: Sequence[Path], threads: int) -> list[pb.ImageContent]
         await asyncio.gather(work, return_exceptions=True)
 
 
-def _contents(paths: Sequence[Path], threads: int, stop: threading.Event) -> list[pb.ImageContent]:
+def _contents(paths: Sequence[Path], threads: int, nice: int, stop: threading.Event) -> list[pb.ImageContent]:
     sizes = [path.stat(follow_symlinks=False).st_size for path in paths]
     spans = [(path, at, size) for path, size in zip(paths, sizes, strict=True) for at in range(0, size, _SPAN_BYTES)]
     found = {path: hashlib.sha256() for path in paths}
@@ -70,7 +72,10 @@ def _contents(paths: Sequence[Path], threads: int, stop: threading.Event) -> lis
     def digests_of(span: tuple[Path, int, int]) -> bytes:
         return _digests(*span, stop)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
+    def give_way() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)  # of this thread alone
+
+    with ThreadPoolExecutor(threads, "digest", give_way if nice else None) as pool:
         try:
             for (path, _, _), digests in zip(spans, pool.map(digests_of, spans), strict=True):
                 found[path].update(digests)
@@ -125,7 +130,7 @@ async def of_image(credentials: Credentials, node: str, move_log: MoveLog, paths
         return known
     begin = move_log.begin
     made = pb.MadeImage(node=node, rank_uid=begin.rank_uid, snapshot=begin.coordinator, made_unix_s=time.time())
-    made.files.extend(await contents(paths, MAKING))
+    made.files.extend(await contents(paths, MAKING, nice=_NICE))
     signature, certificates = await in_thread(image_seal.sign_as, credentials, _statement(made))
     made.signature = signature
     made.certificates.extend(certificates)
