@@ -106,7 +106,7 @@ def test_snapshot_counts_with_all_copies_only_and_unreachable_buddies_are_replac
     ask(nodes, "rollback", job.name)
     job.await_progress(2)
     third = ask(nodes, "snapshot", job.name)
-    assert _copies(third) == {0: [TWO], 1: [ONE]}, "one copy, if nothing else is asked for"
+    assert _copies(third) == {0: [TWO, THREE], 1: [ONE, FOUR]}, "as many as were asked for last"
     job.end.touch()
     job.assert_whole()
     torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)

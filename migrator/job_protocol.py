@@ -36,8 +36,9 @@ the job was resumed from a suspension since; after it nothing of that incarnatio
 every node of the cluster end it (Job.EndRanks). A node records that it is over before it ends the first process, so
 copies on their way to it do not run either, and answers only when none is left, bound or not. Home keepers stay; for them
 the rank is away. When every node has answered, the record is settled, and the job is suspended: its images are those of
-the snapshot, of each rank the image or the copy. It is resumed by the table RESUME, as often as it takes. The snapshot
-stays, and a newer one replaces it.
+the snapshot, of each rank the image or the copy. It is resumed by the table RESUME, as often as it takes: an attempt in which
+an image turns out to be unreadable, or not what its maker has signed, is undone, and the next one uses another copy. The
+snapshot stays, and a newer one replaces it.
 
 **Another coordinator.** A coordinator that leaves records first that it never rolls the job back again (Job.HandOver). Then
 its successor gets the record, and after that all nodes obey the successor, each after asking the former one.

@@ -24,7 +24,7 @@ class JobOptions:
     replayed_output: str = ""  # rollback: "suppress", "mark" or "pass"; empty: as `migrator run` was told
     changed_files: str = "restore"  # rollback: or "keep", "refuse"
     down_for_s: float = 0.0  # rollback: for how long the job has not run by now, if that is known
-    copies: int | None = None  # snapshot: of each image, on other nodes; None: as many as the cluster file says
+    copies: int | None = None  # snapshot: of each image, on other nodes; None: as before, or as the cluster file says
     record: str = ""  # the id that the coordinator journals; empty: a new one
     uids: frozenset[str] = frozenset()  # suspend: the ranks that the job must have; empty: those that it has now
     confirm_s: float = 60.0  # how long the daemons have to carry out a COMMIT before it is reported as not confirmed
@@ -52,6 +52,20 @@ class ChangedFile:
 
 
 @dataclass(frozen=True)
+class UnreadableImage:
+    """An image of a rank that cannot be read, or is not what was stored."""
+
+    rank: int
+    node: str
+    image: str  # the move by which the node has it
+    reason: str
+
+    @property
+    def text(self) -> str:
+        return f"rank {self.rank}: the image on {self.node} cannot be used: {self.reason}"
+
+
+@dataclass(frozen=True)
 class JobResult:
     """How it ended: the object that `migrator job suspend --json` and `resume --json` print."""
 
@@ -75,6 +89,7 @@ class JobResult:
     exit_code: int = 0
     warnings: list[str] = field(default_factory=list)
     changed_files: list[ChangedFile] = field(default_factory=list)  # rollback
+    unreadable_images: list[UnreadableImage] = field(default_factory=list)  # rollback: copies were used instead
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -103,6 +118,7 @@ class JobResult:
             "parts": [part.to_json() for part in self.parts],
             "warnings": self.warnings,
             "changed_files": [asdict(one) for one in self.changed_files],
+            "unreadable_images": [asdict(one) for one in self.unreadable_images],
             "reason": self.reason,
             "state": self.state,
             "error": self.error_code,

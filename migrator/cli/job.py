@@ -122,7 +122,7 @@ def add_copies(parser: argparse.ArgumentParser) -> None:
         type=arguments.count,
         metavar="N",
         help="number of other nodes that keep a copy of each rank's image: with N copies the images outlive the loss of N"
-        " nodes at once (default: snapshot_copies in the cluster file, else 1)",
+        " nodes at once (default: what was given for this job before, else snapshot_copies in the cluster file, else 1)",
     )
 
 
@@ -228,6 +228,8 @@ async def _run(cluster: Cluster, what: str, asked: JobOptions, *, as_json: bool)
 def _show(result: JobResult) -> None:
     for warning in result.warnings:
         print(f"{output.styled('warning:', 'yellow', sys.stderr)} {formatting.plain(warning)}", file=sys.stderr)
+    for image in result.unreadable_images:
+        print(f"{output.styled('warning:', 'yellow', sys.stderr)} {formatting.plain(image.text)}", file=sys.stderr)
     count = f"{len(result.ranks)} rank{'s' if len(result.ranks) != 1 else ''}"
     took = formatting.seconds(result.seconds)
     if result.outcome is JobVerdict.SNAPSHOTTED:

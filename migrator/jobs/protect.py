@@ -303,6 +303,8 @@ class Protection:
             self.say(f"the job could not be rolled back yet: {result.reason}")
             return
         self.tries.rolled_back(time.monotonic())
+        for image in result.unreadable_images:
+            self.say(image.text)
         for file in result.changed_files:
             self.say(f"rank {file.rank}: {file.text}")
         self.boots = boots

@@ -1,22 +1,23 @@
-"""The steps of a resumption: one function for each call of its table."""
+"""The steps of a resumption: one function for each call of its table. `bring_back` repeats them from other images."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from migrator.cluster import Cluster
 from migrator.driver.peers import node_addresses, node_infos
 from migrator.find_rank import find_node
 from migrator.image_copies import copies_of
 from migrator.job_protocol import RESUME, UNDO_RESUME, JobVerdict
-from migrator.job_results import ChangedFile, JobOptions, RankPlace
-from migrator.jobs import connections, homes
+from migrator.job_results import ChangedFile, JobOptions, JobResult, RankPlace, UnreadableImage
+from migrator.jobs import connections, homes, places
 from migrator.jobs.connections import Sockets
-from migrator.jobs.walk import JobRun, each, new_id
+from migrator.jobs.walk import JobRun, drive, each, new_id
 from migrator.results import Event
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import RankGone, SnapshotError, Undone, Usage, Where
+from snapshotd.api.errors import RankGone, SnapshotError, Undone, Unreadable, Usage, Where
 
 #: The target's check that it is not the source: a rank may be resumed where it was.
 _TARGET_NODE = "target-node"
@@ -44,6 +45,9 @@ class Resumption(JobRun):
             )
         self.participants = [self._participant(part) for part in record.participants]
         self.images: dict[str, pb.StoredImage] = {}  # by rank uid
+        self.makers = {
+            part.rank_uid: part.made_on for part in record.participants
+        }  # of a snapshot; empty: does not sign
         self.nonces: dict[str, bytes] = {}  # by move
 
     def _participant(self, part: pb.Participant) -> pb.Participant:
@@ -91,27 +95,64 @@ class Resumption(JobRun):
         infos = await node_infos(self.cluster)
         self.nodes = await node_addresses(self.cluster, infos)
         copies = {part.rank_uid: copies_of(part) for part in self.suspended.participants}
+        earlier = {one.image for one in self.unreadable}
 
         async def ask(part: pb.Participant) -> None:
             own = pb.ImageCopy(move=part.image, node=part.image_node, endpoint=part.image_endpoint)
-            *others, last = sorted([own, *copies[part.rank_uid]], key=lambda one: one.node not in infos)
-            for one in others:
-                with contextlib.suppress(SnapshotError):
+            others: list[SnapshotError] = []
+            for one in places.in_order([own, *copies[part.rank_uid]], infos, earlier):
+                try:
                     await read(part, one)
                     return
-            await read(part, last)
+                except Unreadable as error:
+                    self._cannot_use(part, error)
+                except SnapshotError as error:
+                    others.append(error)
+            if not any(one.rank == part.rank for one in self.unreadable):
+                raise others[-1]
+            why = [error.headline for error in others]
+            raise places.none_left(self.job, part.rank, self.unreadable, why, Where.SUSPENDED)
 
         async def read(part: pb.Participant, place: pb.ImageCopy) -> None:
             part.image, part.image_node, part.image_endpoint = place.move, place.node, place.endpoint
             client = await self.client(part.image_node)
             found = await client.source.GetImage(pb.MoveRequest(move=part.image), timeout_s=timeout_s)
             self.must_be(part, part.image_node, found.facts.rank)
+            self._must_be_made_by(part, found.facts.source_node)
             self.images[part.rank_uid] = found
 
         await each(self.participants, ask)
         for part in self.participants:
             rank = self.images[part.rank_uid].facts.rank
             part.home_node, part.home_endpoint = rank.home_node, rank.home_endpoint
+
+    def _must_be_made_by(self, part: pb.Participant, said: str) -> None:
+        maker = self.makers[part.rank_uid]
+        if maker and said != maker:
+            raise Unreadable(f"it says that {said[:80]} has made it, and {maker} has", where=Where.SUSPENDED)
+        if self.suspended.kind == "rollback" and not maker and part.image_node != said:
+            self.warnings.append(
+                f"rank {part.rank}: {said} has made the image with an older version, and has not signed the copy on"
+                f" {part.image_node}: that node could have changed it"
+            )
+
+    def _cannot_use(self, part: pb.Participant, error: Unreadable) -> None:
+        self.unreadable.append(UnreadableImage(part.rank, part.image_node, part.image, error.message))
+
+    async def _each_image(self, ask: Callable[[pb.Participant], Awaitable[None]]) -> None:
+        """Asks for all ranks, also after an image could not be read: the next attempt has to know all that are bad."""
+        failed: list[Unreadable] = []
+
+        async def one(part: pb.Participant) -> None:
+            try:
+                await ask(part)
+            except Unreadable as error:
+                self._cannot_use(part, error)
+                failed.append(error)
+
+        await each(self.participants, one)
+        if failed:
+            raise failed[0]
 
     async def examine(self, timeout_s: float) -> None:
         checks: list[tuple[str, pb.Check]] = []
@@ -151,6 +192,8 @@ class Resumption(JobRun):
                 image_node=part.image_node,
                 replayed_output=self.options.replayed_output,
                 changed_files=self.changed,
+                made_on=self.makers[part.rank_uid],
+                snapshot=self.suspended.snapshot,
             )
             reply = await (await self.client(part.node)).target.Prepare(request, timeout_s=timeout_s)
             self.nonces[part.move] = reply.nonce
@@ -169,7 +212,7 @@ class Resumption(JobRun):
             async for progress in (await self.client(part.image_node)).source.Send(request, timeout_s=timeout_s):
                 self.sent("send", part.move, progress)
 
-        await each(self.participants, ask)
+        await self._each_image(ask)
 
     async def restore(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
@@ -182,7 +225,7 @@ class Resumption(JobRun):
                 for one in reply.changed_files
             ]
 
-        await each(self.participants, ask)
+        await self._each_image(ask)
 
     async def activate(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
@@ -203,3 +246,25 @@ class Resumption(JobRun):
                 raise Undone(f"its copy is not dropped yet: {state}", where=Where.UNKNOWN)
 
         await self.each_confirms(ask)
+
+
+async def bring_back(
+    cluster: Cluster,
+    options: JobOptions,
+    coordinator: str,
+    record: pb.JobRecord,
+    on_event: Callable[[Event], None],
+    unreadable: Sequence[UnreadableImage] = (),
+) -> JobResult:
+    """Resumes a job. An attempt in which an image turns out to be unreadable is undone, and repeated with the next copy.
+    Raises Unreadable if a rank has none left. `unreadable`: images that are known to be of no use."""
+    began, known = time.monotonic(), list(unreadable)
+    while True:
+        run = Resumption(cluster, options, coordinator, record, on_event)
+        run.began, run.unreadable = began, list(known)
+        result = await drive(run)
+        if result.outcome is not JobVerdict.UNDONE or result.error_code != Unreadable.code:
+            return result
+        for one in run.unreadable[len(known) :]:
+            run.reporter.note(one.text)
+        known, options = run.unreadable, replace(options, record="")

@@ -18,15 +18,25 @@ from migrator.driver.peers import node_addresses, node_infos
 from migrator.find_rank import find_node
 from migrator.image_copies import copies_of, nodes_of
 from migrator.job_protocol import JobVerdict
-from migrator.job_results import JobOptions, JobResult
+from migrator.job_results import JobOptions, JobResult, UnreadableImage
 from migrator.jobs import homes
 from migrator.jobs.finding import JobEntry, all_jobs, mine_of
-from migrator.jobs.resume import Resumption
+from migrator.jobs.places import none_left
+from migrator.jobs.resume import bring_back
 from migrator.jobs.succession import take_over, tell_all
-from migrator.jobs.walk import drive, each, new_id
+from migrator.jobs.walk import each, new_id
 from migrator.results import Event
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Ambiguous, NotFound, OutcomeUnknown, Refused, SnapshotError, Unreachable, Where
+from snapshotd.api.errors import (
+    Ambiguous,
+    NotFound,
+    OutcomeUnknown,
+    Refused,
+    SnapshotError,
+    Unreachable,
+    Unreadable,
+    Where,
+)
 
 ASK_S = 10.0
 #: How long the nodes have to end the incarnation. One that is cut off counts after half a minute.
@@ -41,17 +51,18 @@ async def rollback(cluster: Cluster, options: JobOptions, on_event: Callable[[Ev
     found, _ = await all_jobs(cluster)
     mine = mine_of(found, options.job, options.user_id)
     waiting = [entry for entry in mine if entry.record.kind == "rollback" and entry.suspended]
+    bad: list[UnreadableImage] = []
     if waiting:
         _of_one_job([*waiting, *(entry for entry in mine if entry.is_snapshot)], options.job)
-        decided, on = waiting[0], await _targets_again(cluster, waiting[0], options)
+        decided, on = waiting[0], await _targets_again(cluster, waiting[0], options, bad)
         if options.lost:
             request = pb.RollbackRequest(record=decided.record.record, lost_nodes=sorted(options.lost))
             async with cluster.client(decided.node) as client:
                 await client.job.Rollback(request, timeout_s=60)
     else:
-        decided, on = await _decide(cluster, mine, options)
+        decided, on = await _decide(cluster, mine, options, bad)
     await _fenced(cluster, decided)
-    resumed = await drive(Resumption(cluster, replace(options, on=on), decided.node, decided.record, on_event))
+    resumed = await bring_back(cluster, replace(options, on=on), decided.node, decided.record, on_event, bad)
     if resumed.outcome is not JobVerdict.RESUMED:
         return resumed
     return replace(resumed, outcome=JobVerdict.ROLLED_BACK, state="", seconds=time.monotonic() - began)
@@ -65,8 +76,11 @@ class Place:
     facts: pb.RankFacts
 
 
-async def _decide(cluster: Cluster, mine: Sequence[JobEntry], options: JobOptions) -> tuple[JobEntry, dict[int, str]]:
-    """Has the coordinator decide the rollback. Returns its record, and the target of each rank."""
+async def _decide(
+    cluster: Cluster, mine: Sequence[JobEntry], options: JobOptions, bad: list[UnreadableImage]
+) -> tuple[JobEntry, dict[int, str]]:
+    """Has the coordinator decide the rollback. Returns its record, and the target of each rank. Adds to `bad` images that
+    cannot be read."""
     snapshots = [entry for entry in mine if entry.is_snapshot]
     if not snapshots and (taken := await take_over(cluster, options)) is not None:
         snapshots = [taken]
@@ -82,7 +96,7 @@ async def _decide(cluster: Cluster, mine: Sequence[JobEntry], options: JobOption
         await tell_all(cluster, entry.record, node, entry.node, options.lost)
     infos = await node_infos(cluster)
     usable = [node for node in cluster.nodes if node in infos and node not in options.lost]
-    places = await _places(cluster, entry.record, usable)
+    places = await _places(cluster, entry.record, usable, bad, Where.UNTOUCHED)
     on = targets(entry.record, places, usable, options.on, cluster.labels)
     await _examine(cluster, entry.record, places, on, options.changed_files)
     await _must_have_launchers(cluster, places, infos, options)
@@ -120,9 +134,11 @@ def _of_one_job(snapshots: Sequence[JobEntry], job: str) -> JobEntry:
     return newest
 
 
-async def _places(cluster: Cluster, record: pb.JobRecord, usable: Sequence[str]) -> dict[int, Place]:
-    """Where the image of each rank is: on its own node, or on a buddy. Raises NotFound if one is nowhere, and Refused if a
-    node reports about another rank, and no other node has the image."""
+async def _places(
+    cluster: Cluster, record: pb.JobRecord, usable: Sequence[str], bad: list[UnreadableImage], where: Where
+) -> dict[int, Place]:
+    """Where the image of each rank is: on its own node, or on a buddy. Raises NotFound if one is nowhere, Unreadable if it
+    cannot be read anywhere, and Refused if a node reports about another rank, and no other node has the image."""
     found: dict[int, Place] = {}
     wrong: dict[int, Refused] = {}
 
@@ -130,8 +146,12 @@ async def _places(cluster: Cluster, record: pb.JobRecord, usable: Sequence[str])
         for image, node in ((part.move, part.node), *((copy.move, copy.node) for copy in copies_of(part))):
             if node in usable:
                 with contextlib.suppress(SnapshotError):
-                    async with cluster.client(node) as client:
-                        stored = await client.source.GetImage(pb.MoveRequest(move=image), timeout_s=ASK_S)
+                    try:
+                        async with cluster.client(node) as client:
+                            stored = await client.source.GetImage(pb.MoveRequest(move=image), timeout_s=ASK_S)
+                    except Unreadable as error:
+                        bad.append(UnreadableImage(part.rank, node, image, error.message))
+                        continue
                     asked = pb.Rank(uid=part.rank_uid, rank=part.rank, job=record.job, user_id=record.user_id)
                     try:
                         asked_rank.must_be(stored.facts.rank, asked, node)
@@ -146,6 +166,10 @@ async def _places(cluster: Cluster, record: pb.JobRecord, usable: Sequence[str])
         part = missing[0]
         if part.rank in wrong:
             raise wrong[part.rank]
+        if tried := [one.node for one in bad if one.rank == part.rank]:
+            left = [node for node in (part.node, *nodes_of(part)) if node not in tried]
+            others = [f"{node} does not answer, or does not have it any more" for node in left]
+            raise none_left(record.job, part.rank, bad, others, where)
         raise NotFound(
             f"none of the nodes that kept the image of rank {part.rank} has it: {', '.join([part.node, *nodes_of(part)])}",
             remedy="if one of these nodes is only down, start it and retry; otherwise the job cannot be rolled back",
@@ -213,11 +237,13 @@ async def _must_have_launchers(
         raise Refused(f"job {options.job} cannot be rolled back:\n" + "\n".join(refused), where=Where.UNTOUCHED)
 
 
-async def _targets_again(cluster: Cluster, entry: JobEntry, options: JobOptions) -> dict[int, str]:
+async def _targets_again(
+    cluster: Cluster, entry: JobEntry, options: JobOptions, bad: list[UnreadableImage]
+) -> dict[int, str]:
     """A rollback that was decided before is resumed: on the nodes that answer."""
     infos = await node_infos(cluster)
     usable = [node for node in cluster.nodes if node in infos and node not in options.lost]
-    places = await _places(cluster, entry.record, usable)
+    places = await _places(cluster, entry.record, usable, bad, Where.SUSPENDED)
     return targets(entry.record, places, usable, options.on, cluster.labels)
 
 

@@ -36,8 +36,12 @@ class Snapshot(Suspension):
         found: Sequence[Found],
         coordinator: str,
         on_event: Callable[[Event], None],
+        asked_copies: int = 0,
     ) -> None:
+        """`asked_copies`: the number that was asked for with the job's last snapshot, or before. It stays until another one
+        is asked for: without that, a job would be protected less than its user believes."""
         super().__init__(cluster, options, found, coordinator, on_event)
+        self.asked_copies = options.copies or asked_copies
         self.incarnations = [one.rank.incarnation for one in found]
         self.facts: dict[str, pb.RankFacts] = {}  # by rank uid
         self.prepared: dict[str, pb.PrepareReply] = {}  # by move
@@ -71,10 +75,11 @@ class Snapshot(Suspension):
 
     def inspected(self, part: pb.Participant, reply: pb.InspectReply) -> None:
         self.facts[part.rank_uid] = reply.facts
+        part.made_on = part.node if reply.signs_images else ""
 
     async def inspect(self, timeout_s: float) -> None:
         await super().inspect(timeout_s)
-        count = self.options.copies or self.cluster.snapshot_copies
+        count = self.asked_copies or self.cluster.snapshot_copies
         usable = sorted(self.answering)
         chosen = choose([part.node for part in self.participants], usable, self.cluster.labels, count)
         for part, buddies, incarnation in zip(self.participants, chosen, self.incarnations, strict=True):

@@ -59,6 +59,7 @@ async def take_over(cluster: Cluster, options: JobOptions) -> JobEntry | None:
     parts = participants(chosen, cluster.nodes)
     image = chosen[0][1]
     record = pb.JobRecord(record=image.record, job=image.job, user_id=image.user_id, kind="snapshot", outcome=pb.COMMIT)
+    record.copies = max(one.copies for _, one in chosen)
     return await _adopt(cluster, record, parts, former, parts[0].node, options.lost)
 
 
@@ -97,6 +98,7 @@ def participants(images: Sequence[Kept], endpoints: Mapping[str, str]) -> list[p
                 node=node,
                 endpoint=endpoints[node],
                 incarnation=image.incarnation,
+                made_on=image.made_on,
             )
         elif part.rank_uid != image.rank_uid:
             raise Refused(
@@ -105,7 +107,15 @@ def participants(images: Sequence[Kept], endpoints: Mapping[str, str]) -> list[p
                 remedy="find out which of them is right; do not trust the other node, and declare it dead with --lost",
                 where=Where.UNTOUCHED,
             )
+        elif part.made_on and image.made_on and part.made_on != image.made_on:
+            raise Refused(
+                f"{part.node} and {node} do not agree on the node that has made the image of rank {image.rank} of job"
+                f" {image.job} in {image.record}: {part.made_on!r} and {image.made_on!r}",
+                remedy="find out which of them is right; do not trust the other node, and declare it dead with --lost",
+                where=Where.UNTOUCHED,
+            )
         else:
+            part.made_on = part.made_on or image.made_on
             copy = pb.ImageCopy(move=image.image, node=node, endpoint=endpoints[node])
             set_copies(part, [*copies_of(part), copy])
     return [found[rank] for rank in sorted(found)]
@@ -129,6 +139,7 @@ async def _adopt(
         former_endpoint=cluster.nodes[former],
         lost_nodes=sorted(lost),
         quorums=record.quorums,
+        copies=record.copies,
     )
     async with cluster.client(successor) as client:
         await client.job.Adopt(request, timeout_s=30)

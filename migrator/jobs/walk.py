@@ -14,7 +14,7 @@ from migrator import asked_rank
 from migrator.cluster import Cluster
 from migrator.driver.reporter import Reporter
 from migrator.job_protocol import JobStep, JobVerdict, index_of, undo_plan
-from migrator.job_results import ChangedFile, JobOptions, JobResult, RankPlace
+from migrator.job_results import ChangedFile, JobOptions, JobResult, RankPlace, UnreadableImage
 from migrator.results import Event, PhaseTime
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
@@ -46,6 +46,7 @@ class JobRun(ABC):
         self.participants: list[pb.Participant] = []
         self.nodes: list[pb.NodeAddresses] = []
         self.witnesses: list[str] = []  # of a snapshot: nodes that keep none of it, and have a vote
+        self.asked_copies = 0  # of a snapshot: how many of each image the job is to have; 0: as the cluster file says
         self.nccl = False  # ranks are in NCCL communicators
         self.pause_s = 0.0  # of a snapshot: from the cut until all ranks went on
         self.reached = 0
@@ -55,6 +56,7 @@ class JobRun(ABC):
         self.parts: dict[str, PhaseTime] = {}  # by name
         self.warnings: list[str] = []
         self.changed_files: list[ChangedFile] = []  # after a rollback
+        self.unreadable: list[UnreadableImage] = []  # a resumption does without them
         self.unconfirmed: list[str] = []  # ranks whose nodes have not confirmed the undo, and why
         self._clients: dict[str, DaemonClient] = {}
         self._opened = contextlib.AsyncExitStack()
@@ -100,6 +102,7 @@ class JobRun(ABC):
             nccl=self.nccl,
             nodes=self.nodes if self.takes_snapshot else (),
             witnesses=self.witnesses,
+            copies=self.asked_copies,
         )
         await (await self.client(self.coordinator)).job.Begin(request, timeout_s=timeout_s)
 
@@ -346,4 +349,5 @@ def _result(run: JobRun, verdict: JobVerdict, reason: str, state: str, error: Sn
         exit_code=exit_code,
         warnings=run.warnings,
         changed_files=sorted(run.changed_files, key=lambda one: (one.rank, one.path)),
+        unreadable_images=sorted(run.unreadable, key=lambda one: (one.rank, one.node)),
     )

@@ -141,6 +141,13 @@ class Damaged(SnapshotError):
     remedy = "a retry is safe; if it happens again, check the memory and the network of both nodes"
 
 
+class Unreadable(Damaged):
+    """An image that is kept on a node cannot be read, or is not what was stored. Another copy of it may be good."""
+
+    code, exit_code, retry_safe = "unreadable", 27, False
+    remedy = "check the disk of that node, and its kernel log"
+
+
 class CriuFailed(SnapshotError):
     """CRIU failed. The message quotes the lines of its log that give the reason."""
 

@@ -2077,8 +2077,11 @@ class InspectReply(_message.Message):
     CHECKS_FIELD_NUMBER: _builtins.int
     REWIRES_FIELD_NUMBER: _builtins.int
     LOOK_FIELD_NUMBER: _builtins.int
+    SIGNS_IMAGES_FIELD_NUMBER: _builtins.int
     look: _builtins.str
     """names these facts for Begin, which then need not be gathered again; empty: refused"""
+    signs_images: _builtins.bool
+    """this node signs images that it makes for snapshots (MadeImage)"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
@@ -2094,10 +2097,11 @@ class InspectReply(_message.Message):
         checks: _abc.Iterable[Global___Check] | None = ...,
         rewires: _abc.Iterable[Global___Rewire] | None = ...,
         look: _builtins.str = ...,
+        signs_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "facts", b"facts", "look", b"look", "rewires", b"rewires"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "facts", b"facts", "look", b"look", "rewires", b"rewires", "signs_images", b"signs_images"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2563,6 +2567,7 @@ class Outcome(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     USER_ID_FIELD_NUMBER: _builtins.int
     PARTICIPANT_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     kind: Global___OutcomeKind.ValueType
     reason: _builtins.str
     token: _builtins.bytes
@@ -2590,6 +2595,8 @@ class Outcome(_message.Message):
     """if MoveRequest.part is set: the job of the record; empty: a version that does not say"""
     user_id: _builtins.int
     """… its user"""
+    copies: _builtins.int
+    """… as in BeginJobRequest"""
     @_builtins.property
     def participant(self) -> Global___Participant:
         """… the rank; unset: no rank of the record has this part"""
@@ -2613,10 +2620,11 @@ class Outcome(_message.Message):
         job: _builtins.str = ...,
         user_id: _builtins.int = ...,
         participant: Global___Participant | None = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["participant", b"participant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "adopted_unix_s", b"adopted_unix_s", "decided_by", b"decided_by", "dropped", b"dropped", "ended", b"ended", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "participant", b"participant", "reason", b"reason", "settled", b"settled", "stored", b"stored", "tethered", b"tethered", "token", b"token", "user_id", b"user_id", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "adopted_unix_s", b"adopted_unix_s", "copies", b"copies", "decided_by", b"decided_by", "dropped", b"dropped", "ended", b"ended", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "participant", b"participant", "reason", b"reason", "settled", b"settled", "stored", b"stored", "tethered", b"tethered", "token", b"token", "user_id", b"user_id", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2716,6 +2724,8 @@ class PrepareRequest(_message.Message):
     KEEP_FIELD_NUMBER: _builtins.int
     REPLAYED_OUTPUT_FIELD_NUMBER: _builtins.int
     CHANGED_FILES_FIELD_NUMBER: _builtins.int
+    MADE_ON_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     source_endpoint: _builtins.str
     gpu: _builtins.str
@@ -2728,6 +2738,10 @@ class PrepareRequest(_message.Message):
     """… after a rollback: "suppress", "mark" or "pass" what is printed again; empty: as its keeper was told"""
     changed_files: _builtins.str
     """… "restore", "keep" or "refuse" files that were open for writing and were deleted or replaced since; empty: restore"""
+    made_on: _builtins.str
+    """… after a rollback: the node that has signed the image (MadeImage); empty: none has"""
+    snapshot: _builtins.str
+    """… … and the record of its snapshot"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
@@ -2756,10 +2770,12 @@ class PrepareRequest(_message.Message):
         keep: _builtins.bool = ...,
         replayed_output: _builtins.str = ...,
         changed_files: _builtins.str = ...,
+        made_on: _builtins.str = ...,
+        snapshot: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_files", b"changed_files", "coordinator", b"coordinator", "facts", b"facts", "gpu", b"gpu", "image_node", b"image_node", "keep", b"keep", "move", b"move", "nodes", b"nodes", "ranks", b"ranks", "replayed_output", b"replayed_output", "source_endpoint", b"source_endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_files", b"changed_files", "coordinator", b"coordinator", "facts", b"facts", "gpu", b"gpu", "image_node", b"image_node", "keep", b"keep", "made_on", b"made_on", "move", b"move", "nodes", b"nodes", "ranks", b"ranks", "replayed_output", b"replayed_output", "snapshot", b"snapshot", "source_endpoint", b"source_endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3070,6 +3086,7 @@ class SealRequest(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     REPEATS_FIELD_NUMBER: _builtins.int
+    MADE_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     signature: _builtins.bytes
     """by the key of the source's certificate; see snapshotd/moves/image_seal.py"""
@@ -3077,6 +3094,10 @@ class SealRequest(_message.Message):
     """the source repeats this request while the reply is `unfinished`"""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageFile]: ...
+    @_builtins.property
+    def made(self) -> Global___MadeImage:
+        """of a snapshot's image, also when it is sent again"""
+
     def __init__(
         self,
         *,
@@ -3084,10 +3105,11 @@ class SealRequest(_message.Message):
         files: _abc.Iterable[Global___ImageFile] | None = ...,
         signature: _builtins.bytes = ...,
         repeats: _builtins.bool = ...,
+        made: Global___MadeImage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["made", b"made"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "move", b"move", "repeats", b"repeats", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "made", b"made", "move", b"move", "repeats", b"repeats", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3120,6 +3142,78 @@ class SealReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SealReply: _TypeAlias = SealReply  # noqa: Y015
+
+@_typing.final
+class MadeImage(_message.Message):
+    """What the node that has made an image for a snapshot has signed; see snapshotd/moves/jobs/made_image.py."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    RANK_UID_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    MADE_UNIX_S_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    CERTIFICATES_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """which made it"""
+    rank_uid: _builtins.str
+    snapshot: _builtins.str
+    """record"""
+    made_unix_s: _builtins.float
+    signature: _builtins.bytes
+    """of all that is above"""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageContent]: ...
+    @_builtins.property
+    def certificates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of the key, then those of CAs between it and the cluster's; DER"""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        rank_uid: _builtins.str = ...,
+        snapshot: _builtins.str = ...,
+        made_unix_s: _builtins.float = ...,
+        files: _abc.Iterable[Global___ImageContent] | None = ...,
+        signature: _builtins.bytes = ...,
+        certificates: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificates", b"certificates", "files", b"files", "made_unix_s", b"made_unix_s", "node", b"node", "rank_uid", b"rank_uid", "signature", b"signature", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MadeImage: _TypeAlias = MadeImage  # noqa: Y015
+
+@_typing.final
+class ImageContent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    size: _builtins.int
+    digest: _builtins.bytes
+    """of its content"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        size: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageContent: _TypeAlias = ImageContent  # noqa: Y015
 
 @_typing.final
 class RestoreReply(_message.Message):
@@ -3377,6 +3471,7 @@ class Participant(_message.Message):
     HOME_NODE_FIELD_NUMBER: _builtins.int
     HOME_ENDPOINT_FIELD_NUMBER: _builtins.int
     MORE_COPIES_FIELD_NUMBER: _builtins.int
+    MADE_ON_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
     rank: _builtins.int
     move: _builtins.str
@@ -3398,6 +3493,8 @@ class Participant(_message.Message):
     home_node: _builtins.str
     """of a resumption: the node of its home keeper"""
     home_endpoint: _builtins.str
+    made_on: _builtins.str
+    """of a snapshot: the node that has made the image, and signs it; empty: it does not sign"""
     @_builtins.property
     def more_copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageCopy]:
         """of a snapshot: those of further buddies. A coordinator that does not know this field names none of them, so their nodes refuse them"""
@@ -3420,10 +3517,11 @@ class Participant(_message.Message):
         home_node: _builtins.str = ...,
         home_endpoint: _builtins.str = ...,
         more_copies: _abc.Iterable[Global___ImageCopy] | None = ...,
+        made_on: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "copy_endpoint", b"copy_endpoint", "copy_node", b"copy_node", "endpoint", b"endpoint", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "image", b"image", "image_endpoint", b"image_endpoint", "image_node", b"image_node", "incarnation", b"incarnation", "more_copies", b"more_copies", "move", b"move", "node", b"node", "rank", b"rank", "rank_uid", b"rank_uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "copy_endpoint", b"copy_endpoint", "copy_node", b"copy_node", "endpoint", b"endpoint", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "image", b"image", "image_endpoint", b"image_endpoint", "image_node", b"image_node", "incarnation", b"incarnation", "made_on", b"made_on", "more_copies", b"more_copies", "move", b"move", "node", b"node", "rank", b"rank", "rank_uid", b"rank_uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3470,6 +3568,7 @@ class BeginJobRequest(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     NCCL_FIELD_NUMBER: _builtins.int
     WITNESSES_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -3481,6 +3580,8 @@ class BeginJobRequest(_message.Message):
     """begin a snapshot: like a suspension, but the ranks go on"""
     nccl: _builtins.bool
     """a suspension or snapshot: gates will be closed, and the coordinator has to open them"""
+    copies: _builtins.int
+    """of a snapshot: how many of each image were asked for, for this job, now or at an earlier one; 0: no number was"""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
     @_builtins.property
@@ -3504,10 +3605,11 @@ class BeginJobRequest(_message.Message):
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
         nccl: _builtins.bool = ...,
         witnesses: _abc.Iterable[_builtins.str] | None = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "lease_s", b"lease_s", "nccl", b"nccl", "nodes", b"nodes", "participants", b"participants", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "witnesses", b"witnesses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "job", b"job", "lease_s", b"lease_s", "nccl", b"nccl", "nodes", b"nodes", "participants", b"participants", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "witnesses", b"witnesses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3761,6 +3863,8 @@ class KeptImage(_message.Message):
     COORDINATOR_NODE_FIELD_NUMBER: _builtins.int
     BEGUN_UNIX_S_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    MADE_ON_FIELD_NUMBER: _builtins.int
     image: _builtins.str
     record: _builtins.str
     """of the snapshot"""
@@ -3775,6 +3879,10 @@ class KeptImage(_message.Message):
     begun_unix_s: _builtins.float
     settled: _builtins.bool
     """all nodes have confirmed the snapshot, as far as this node was told"""
+    copies: _builtins.int
+    """of a copy: as in BeginJobRequest"""
+    made_on: _builtins.str
+    """as in Participant"""
     def __init__(
         self,
         *,
@@ -3789,10 +3897,12 @@ class KeptImage(_message.Message):
         coordinator_node: _builtins.str = ...,
         begun_unix_s: _builtins.float = ...,
         settled: _builtins.bool = ...,
+        copies: _builtins.int = ...,
+        made_on: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "coordinator_node", b"coordinator_node", "image", b"image", "incarnation", b"incarnation", "is_copy", b"is_copy", "job", b"job", "rank", b"rank", "rank_uid", b"rank_uid", "record", b"record", "settled", b"settled", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "coordinator_node", b"coordinator_node", "copies", b"copies", "image", b"image", "incarnation", b"incarnation", "is_copy", b"is_copy", "job", b"job", "made_on", b"made_on", "rank", b"rank", "rank_uid", b"rank_uid", "record", b"record", "settled", b"settled", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3839,12 +3949,15 @@ class AdoptRequest(_message.Message):
     FORMER_ENDPOINT_FIELD_NUMBER: _builtins.int
     LOST_NODES_FIELD_NUMBER: _builtins.int
     QUORUMS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
     former: _builtins.str
     """the coordinator before"""
     former_endpoint: _builtins.str
+    copies: _builtins.int
+    """as in BeginJobRequest"""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
     @_builtins.property
@@ -3871,10 +3984,11 @@ class AdoptRequest(_message.Message):
         former_endpoint: _builtins.str = ...,
         lost_nodes: _abc.Iterable[_builtins.str] | None = ...,
         quorums: _abc.Iterable[Global___Voters] | None = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["former", b"former", "former_endpoint", b"former_endpoint", "job", b"job", "lost_nodes", b"lost_nodes", "nodes", b"nodes", "participants", b"participants", "quorums", b"quorums", "record", b"record", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "former", b"former", "former_endpoint", b"former_endpoint", "job", b"job", "lost_nodes", b"lost_nodes", "nodes", b"nodes", "participants", b"participants", "quorums", b"quorums", "record", b"record", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4115,6 +4229,7 @@ class JobRecord(_message.Message):
     ADOPTED_FROM_FIELD_NUMBER: _builtins.int
     CUT_OFF_FIELD_NUMBER: _builtins.int
     QUORUMS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -4147,6 +4262,8 @@ class JobRecord(_message.Message):
     """of a snapshot: the node that coordinated it before"""
     cut_off: _builtins.str
     """of a snapshot: why its coordinator may not decide anything now"""
+    copies: _builtins.int
+    """of a snapshot: as in BeginJobRequest"""
     @_builtins.property
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
     @_builtins.property
@@ -4183,10 +4300,11 @@ class JobRecord(_message.Message):
         adopted_from: _builtins.str = ...,
         cut_off: _builtins.str = ...,
         quorums: _abc.Iterable[Global___Voters] | None = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s", "lost_s", b"lost_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s", "adopted_from", b"adopted_from", "begun_unix_s", b"begun_unix_s", "cut_off", b"cut_off", "decided_by", b"decided_by", "down_s", b"down_s", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "lost_s", b"lost_s", "nodes", b"nodes", "outcome", b"outcome", "participants", b"participants", "quorums", b"quorums", "ranks", b"ranks", "reason", b"reason", "record", b"record", "resumed_unix_s", b"resumed_unix_s", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s", "adopted_from", b"adopted_from", "begun_unix_s", b"begun_unix_s", "copies", b"copies", "cut_off", b"cut_off", "decided_by", b"decided_by", "down_s", b"down_s", "ended_by", b"ended_by", "ended_unix_s", b"ended_unix_s", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "lost_s", b"lost_s", "nodes", b"nodes", "outcome", b"outcome", "participants", b"participants", "quorums", b"quorums", "ranks", b"ranks", "reason", b"reason", "record", b"record", "resumed_unix_s", b"resumed_unix_s", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lost_s: _TypeAlias = _typing.Literal["lost_s"]  # noqa: Y015
     _WhichOneofArgType__lost_s: _TypeAlias = _typing.Literal["_lost_s", b"_lost_s"]  # noqa: Y015

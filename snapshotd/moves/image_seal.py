@@ -33,11 +33,24 @@ def statement(begin: Begin, files: Iterable[pb.ImageFile]) -> bytes:
 
 def sign(credentials: Credentials, signed: bytes) -> bytes:
     """The signature by this node's own key. Blocking."""
+    return sign_as(credentials, signed)[0]
+
+
+def sign_as(credentials: Credentials, signed: bytes) -> tuple[bytes, list[bytes]]:
+    """The signature by this node's own key, and the certificates (DER) that go with it, the node's first. Blocking."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    _, certificates, key = credentials.read_pair()
+    chain = [one.public_bytes(Encoding.DER) for one in x509.load_pem_x509_certificates(certificates)]
+    return _signature(credentials, key, signed), chain
+
+
+def _signature(credentials: Credentials, content: bytes, signed: bytes) -> bytes:
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    _, _, content = credentials.read_pair()
     try:
         key = load_pem_private_key(content, password=None)
     except (ValueError, TypeError) as error:

@@ -159,6 +159,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     # target of a resumption
     from_node: str = ""  # where the rank was when its image was made
+    maker: str = ""  # after a rollback: that node, which has signed the image for `snapshot`; empty: none has
     ended_before: str = ""  # the last record by which copies of its job that ran were ended
     tethered: bool = False  # after a rollback: it must end if it is cut off from the coordinator
     replayed_output: str = ""  # after a rollback: what its home keeper does with output that is printed again
@@ -180,6 +181,9 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     quorums: list[list[str]] = []  # the coordinator needs the promises of a majority of each (jobs/lease.py)
     let_go: bool = False  # given up, and a majority knows it: its promises are not needed any more
     fenced: str = ""  # taken over by a lease: this node, which coordinated it before, has ended its ranks
+
+    # a snapshot, and the copies of its images
+    asked_copies: int = 0  # of each image, for this job; 0: no number was asked for
 
     # an image of a snapshot
     successor_node: str = ""  # of its coordinator
@@ -253,6 +257,7 @@ class Fields(TypedDict, total=False):
     continued: bool
     late: list[tuple[str, int]]
     from_node: str
+    maker: str
     ended_before: str
     tethered: bool
     replayed_output: str
@@ -268,6 +273,7 @@ class Fields(TypedDict, total=False):
     adopted_from: str
     adopted_unix_s: float
     quorums: list[list[str]]
+    asked_copies: int
     let_go: bool
     fenced: str
     successor_node: str

@@ -180,6 +180,7 @@ class JobPart(msgspec.Struct, frozen=True):
     home_node: str = ""  # of a resumption: the node of its home keeper
     home_endpoint: str = ""
     more_copies: tuple[ImageCopy, ...] = ()  # of a snapshot: those of further buddies
+    made_on: str = ""  # of a snapshot: the node that has made the image, and signs it; empty: it does not sign
 
     @classmethod
     def of(cls, part: pb.Participant) -> JobPart:

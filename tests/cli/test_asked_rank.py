@@ -20,7 +20,7 @@ from migrator.jobs.rollback import _places
 from migrator.jobs.snapshot import Snapshot
 from migrator.jobs.suspend import Suspension
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Ambiguous, NotFound, Refused, SnapshotError, Unreachable
+from snapshotd.api.errors import Ambiguous, NotFound, Refused, SnapshotError, Unreachable, Where
 
 HERE = pb.Rank.HERE
 RANKS = [pb.Rank(uid=f"night-{number}", job="night", rank=number, user_id=7, place=HERE) for number in (0, 1)]
@@ -125,11 +125,11 @@ async def test_resumption_uses_the_copy_if_the_node_of_the_image_reports_another
 async def test_rollback_uses_the_copy_if_the_node_of_the_image_reports_another_rank(lie: dict[str, Any]) -> None:
     wrong = like(RANKS[1], **lie)
     cluster: Any = Cluster(node_1=RANKS[0], node_2=wrong, node_3=RANKS[1])
-    places = await _places(cluster, record(), list(cluster.nodes))
+    places = await _places(cluster, record(), list(cluster.nodes), [], Where.UNTOUCHED)
     assert {rank: place.node for rank, place in places.items()} == {0: "node-1", 1: "node-3"}
     cluster = Cluster(node_1=RANKS[0], node_2=wrong)
     with pytest.raises(Refused, match="node-2 was asked about rank 1 of job night"):
-        await _places(cluster, record(), list(cluster.nodes))
+        await _places(cluster, record(), list(cluster.nodes), [], Where.UNTOUCHED)
 
 
 async def test_whichever_copy_answers_is_used() -> None:
@@ -137,7 +137,11 @@ async def test_whichever_copy_answers_is_used() -> None:
     known.participants[1].more_copies.add(move="m-17", node="node-1", endpoint="e")
     cluster: Any = Cluster(node_1=RANKS[1])
     places = await _places(
-        cluster, pb.JobRecord(job="night", user_id=7, participants=[known.participants[1]]), ["node-1"]
+        cluster,
+        pb.JobRecord(job="night", user_id=7, participants=[known.participants[1]]),
+        ["node-1"],
+        [],
+        Where.UNTOUCHED,
     )
     assert {rank: place.node for rank, place in places.items()} == {1: "node-1"}
     del known.participants[0]
@@ -149,7 +153,7 @@ async def test_whichever_copy_answers_is_used() -> None:
     with pytest.raises(
         NotFound, match="none of the nodes that kept the image of rank 1 has it: node-2, node-3, node-1"
     ):
-        await _places(cluster, known, [])
+        await _places(cluster, known, [], [], Where.UNTOUCHED)
 
 
 async def test_rank_that_two_nodes_claim_is_not_chosen_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from migrator import jobs
 from migrator.find_rank import Found
 from migrator.image_copies import copies_of, nodes_of, set_copies
 from migrator.job_results import JobOptions
+from migrator.jobs.finding import JobEntry
 from migrator.jobs.snapshot import Snapshot
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Full, Refused, Undone, Unreachable
@@ -30,6 +32,7 @@ class Cluster:
         self.snapshot_copies = snapshot_copies
         self.silent: set[str] = set()
         self.full: set[str] = set()
+        self.old: set[str] = set()  # nodes that do not sign images
         self.asked: list[tuple[str, str, str]] = []  # node, call, move
         self.begun = pb.BeginJobRequest()
 
@@ -37,7 +40,7 @@ class Cluster:
     async def client(self, node: str) -> AsyncIterator[Any]:
         async def inspect(request: pb.InspectRequest, timeout_s: float) -> pb.InspectReply:
             (rank,) = [rank for rank in RANKS if rank.uid == request.rank_uid]
-            return pb.InspectReply(facts=pb.RankFacts(rank=rank, source_node=node))
+            return pb.InspectReply(facts=pb.RankFacts(rank=rank, source_node=node), signs_images=node not in self.old)
 
         async def begin(request: pb.BeginJobRequest, timeout_s: float) -> pb.BeginJobReply:
             self.begun.CopyFrom(request)
@@ -96,8 +99,8 @@ def _nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.JobGates, "check", no_gates)
 
 
-async def inspected(cluster: Any, copies: int | None = None) -> Snapshot:
-    run = Snapshot(cluster, JobOptions("night", copies=copies), FOUND, "node-1", lambda event: None)
+async def inspected(cluster: Any, copies: int | None = None, before: int = 0) -> Snapshot:
+    run = Snapshot(cluster, JobOptions("night", copies=copies), FOUND, "node-1", lambda event: None, before)
     await run.inspect(1.0)
     return run
 
@@ -111,13 +114,42 @@ def test_the_first_copy_has_fields_of_its_own() -> None:
         assert nodes_of(part) == [f"n{number}" for number in range(count)]
 
 
-@pytest.mark.parametrize(("of_file", "asked", "count"), [(1, None, 1), (2, None, 2), (2, 1, 1), (1, 3, 3)])
-async def test_number_of_copies_is_that_of_the_option_or_of_the_cluster_file(
-    of_file: int, asked: int | None, count: int
+@pytest.mark.parametrize(
+    ("of_file", "before", "asked", "count"),
+    [(1, 0, None, 1), (2, 0, None, 2), (2, 0, 1, 1), (1, 0, 3, 3), (1, 2, None, 2), (3, 1, None, 1), (1, 2, 3, 3)],
+)
+async def test_number_of_copies_is_that_of_the_option_or_as_before_or_of_the_cluster_file(
+    of_file: int, before: int, asked: int | None, count: int
 ) -> None:
-    run = await inspected(Cluster(of_file), asked)
+    cluster = Cluster(of_file)
+    run = await inspected(cluster, asked, before)
     assert [len(copies_of(part)) for part in run.participants] == [count, count]
+    await run.begin_job(1.0)
+    assert cluster.begun.copies == (asked or before), "that of the cluster file is not one for this job"
     await run.close()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_number_that_was_asked_for_before_is_that_of_the_last_snapshot(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the coordinator hands it over first, because it has no rank of the job any more."""
+    parts = [pb.Participant(rank_uid=rank.uid, rank=rank.rank) for rank in RANKS]
+    record = pb.JobRecord(record="m-1", job="night", kind="snapshot", outcome=pb.COMMIT, participants=parts, copies=2)
+    known: list[JobEntry] = [JobEntry("node-5" if leaves else "node-2", record)]
+
+    async def snapshot_of(cluster: Any, uids: Any) -> JobEntry | None:
+        return known[0] if known else None
+
+    async def hand_over(cluster: Any, entry: JobEntry, successor: str) -> JobEntry:
+        return JobEntry(successor, entry.record)
+
+    monkeypatch.setattr(jobs, "snapshot_of", snapshot_of)
+    monkeypatch.setattr(jobs, "hand_over", hand_over)
+    cluster: Any = Cluster()
+    assert await jobs._coordinator(cluster, FOUND) == ("node-1" if leaves else "node-2", 2)
+    known.clear()
+    assert await jobs._coordinator(cluster, FOUND) == ("node-1", 0)
 
 
 async def test_every_copy_is_prepared_sent_kept_and_discarded() -> None:
@@ -135,6 +167,15 @@ async def test_every_copy_is_prepared_sent_kept_and_discarded() -> None:
     for call in ("prepare", "send", "keep", "discard"):
         assert cluster.asked_for(call) == everyone, call
     assert (run.copied_bytes, sum(found for _, found, _ in run.bytes.values())) == (12, 16)
+    await run.close()
+
+
+async def test_record_has_the_node_that_makes_each_image_if_it_signs() -> None:
+    cluster = Cluster()
+    cluster.old = {"node-2"}
+    run = await inspected(cluster)
+    await run.begin_job(1.0)
+    assert [part.made_on for part in cluster.begun.participants] == ["node-1", ""]
     await run.close()
 
 

@@ -110,8 +110,17 @@ def test_copies_are_journalled_and_sent_as_they_were_given() -> None:
     assert JobPart.of(part.to_proto()) == part
     assert msgspec.json.decode(msgspec.json.encode(part), type=JobPart) == part
     assert [(copy.move, copy.node) for copy in part.copies] == [(COPY, "node-2"), (VICTIM, "node-3")]
+    assert JobPart.of(pb.Participant(made_on="node-1")).to_proto().made_on == "node-1"
     assert JobPart("u", 0, MINE, "node-1", "e").copies == ()
     assert PART.copies == (ImageCopy(COPY, "node-2", "e"),), "a record that was journalled before"
+
+
+async def test_node_of_a_copy_knows_how_many_the_job_is_to_have(tmp_path: Path) -> None:
+    """A successor of the coordinator learns it from there."""
+    buddy = Buddy(tmp_path)
+    buddy.record.mark(Mark.BEGUN, asked_copies=2)
+    await buddy.prepare()
+    assert buddy.journal.get(COPY).whole().asked_copies == 2
 
 
 async def test_copy_that_is_meant_for_another_node_or_is_no_copy_is_refused(tmp_path: Path) -> None:

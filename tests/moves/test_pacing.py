@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from snapshotd.diagnosis.copies import copy_limit
-from snapshotd.moves.jobs.images import _Sending
 from snapshotd.moves.jobs.pacing import Pacing
+from snapshotd.moves.jobs.sending import Sending
 from snapshotd.net import link_speed
 from snapshotd.net.link_speed import Link
 from snapshotd.selfcheck.finding import State
@@ -103,7 +103,7 @@ async def test_images_that_are_sent_to_resume_a_job_have_no_limit(committed: boo
     node: Any = SimpleNamespace(config=config("1MB/s"), store_of=lambda _begin: SimpleNamespace(path=Path))
     move_log: Any = SimpleNamespace(move=IMAGE, committed=committed, begin=None)
     nothing: Any = None
-    sending = _Sending(node, move_log, nothing, pacing := Pacing())
+    sending = Sending(node, move_log, nothing, pacing := Pacing())
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[list[Stream]]:

@@ -115,6 +115,14 @@ async def test_two_places_of_one_image_are_on_different_nodes(daemon: Protected,
         await daemon.steps.begin(asked)
 
 
+async def test_number_of_copies_that_was_asked_for_is_listed_with_the_snapshot(daemon: Protected) -> None:
+    asked = snapshot(FIRST, 16)
+    asked.copies = 1
+    await daemon.steps.begin(asked)
+    await daemon.complete(FIRST)
+    assert [one.copies for one in (await daemon.steps.listed()).jobs] == [1]
+
+
 async def test_snapshot_that_was_just_kept_is_rolled_back_to_at_once(daemon: Protected) -> None:
     await daemon.take(FIRST, kept=False)
     daemon.stored |= {f"m-{16 + rank:012x}": pb.Outcome(kind=pb.COMMIT, settled=True) for rank in (0, 1)}

@@ -11,8 +11,9 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed, WrongState
-from snapshotd.moves.jobs.images import StoredImages, _Sending
+from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.jobs.pacing import Pacing
+from snapshotd.moves.jobs.sending import Sending
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.record import Begin
 from snapshotd.moves.saved import Late, Saved
@@ -44,7 +45,7 @@ class Place:
 
     def left_to_send(self) -> list[str]:
         request = pb.SendRequest(image=IMAGE, move=TARGET, target_node="a")
-        return [path.name for path in _Sending(self.node, self.log, request, Pacing())._link_stripes(self.files)]
+        return [path.name for path in Sending(self.node, self.log, request, Pacing())._link_stripes(self.files)]
 
     def images(self) -> StoredImages:
         keepers: Any = None

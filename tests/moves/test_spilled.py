@@ -13,12 +13,15 @@ from typing import Any, cast
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Unreadable
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.into_image import IntoImage
 from snapshotd.moves.device.stripe_room import ON_DISK, StripeRoom
 from snapshotd.moves.device.striped import Striped
-from snapshotd.moves.jobs.images import StoredImages, _Sending
+from snapshotd.moves.jobs import made_image
+from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.jobs.pacing import Pacing
+from snapshotd.moves.jobs.sending import Sending
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.kept_files import KeptFiles
 from snapshotd.moves.record import Begin
@@ -104,6 +107,23 @@ async def test_image_counts_only_when_the_disk_has_it(
         assert parts[0].bytes >= 5000
 
 
+@pytest.mark.parametrize("spilled", [True, False])
+async def test_image_that_a_disk_has_changed_is_not_linked(place: Place, spilled: bool) -> None:
+    """It is compared with what was signed when it was made. What lies in memory is not."""
+    move_log = place.begin(IMAGE, spilled=spilled)
+    path = place.store.path(IMAGE) / NAMES[0]
+    path.write_bytes(b"x" * 5000)
+    made = pb.MadeImage(node="a", files=await made_image.contents([path], 1))
+    sending = Sending(place.node, move_log, pb.SendRequest(target_node="a"), Pacing())
+    await sending._must_be_whole(made, [path])
+    path.write_bytes(b"x" * 4999 + b"y")
+    if spilled:
+        with pytest.raises(Unreadable, match=f"not what a has made: {path.name}"):
+            await sending._must_be_whole(made, [path])
+    else:
+        await sending._must_be_whole(made, [path])
+
+
 @pytest.mark.parametrize("target_spilled", [True, False])
 def test_image_on_the_disk_is_not_linked_to_memory(place: Place, target_spilled: bool) -> None:
     move_log = place.begin(IMAGE)
@@ -112,7 +132,7 @@ def test_image_on_the_disk_is_not_linked_to_memory(place: Place, target_spilled:
     for path in files:
         path.write_bytes(path.name.encode())
     request = pb.SendRequest(image=IMAGE, move=TARGET, target_node="a")
-    left = _Sending(place.node, move_log, request, Pacing())._link_stripes(files)
+    left = Sending(place.node, move_log, request, Pacing())._link_stripes(files)
     assert left == (files[2:] if target_spilled else files)
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from migrator.image_copies import copies_of, nodes_of
+from migrator.job_results import JobOptions
+from migrator.jobs import succession as taking_over
 from migrator.jobs.succession import newest_whole, participants
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import NotFound, Unreachable, WrongState
+from snapshotd.api.errors import NotFound, Refused, Unreachable, WrongState
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves.jobs import records, succession
 from snapshotd.moves.jobs.succession import Succession
@@ -142,6 +144,7 @@ async def test_successor_keeps_a_complete_snapshot_to_which_it_can_roll_back(pla
         former="node-9",
         former_endpoint="e9",
         lost_nodes=["node-9"],
+        copies=2,
     )
     place.former = pb.Outcome(kind=pb.COMMIT)
     with pytest.raises(WrongState):
@@ -149,11 +152,44 @@ async def test_successor_keeps_a_complete_snapshot_to_which_it_can_roll_back(pla
     place.former = None
     for _ in range(2):
         assert (await place.succession.adopt(request, "operator")).kind == pb.COMMIT
+    assert [one.copies for one in (await place.steps.listed()).jobs] == [2]
     place.ranks["node-2"] = [
         pb.Rank(uid="train-1", rank=1, place=pb.Rank.HERE, incarnation="m-0000000000dd")
     ]  # rolled back before
     await place.roll_back(FIRST)
     assert place.journal.get("m-0000000000cc").record.ends == "m-0000000000dd"
+
+
+async def test_number_of_copies_that_was_asked_for_outlives_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [("b", kept(0, "s1", copy=True)), ("c", kept(1, "s1"))]
+    images[0][1].copies = 2
+    for _, image in images:
+        image.job, image.coordinator_node = "train", "a"
+    adopted: list[pb.AdoptRequest] = []
+
+    async def ask_all(cluster: Any, ask: Any, nodes: Any) -> tuple[dict[str, pb.ListKeptReply], dict[str, Any]]:
+        return {node: pb.ListKeptReply(images=[image]) for node, image in images}, {}
+
+    async def nothing(*_: Any) -> list[pb.NodeAddresses]:
+        return []
+
+    @asynccontextmanager
+    async def client(node: str) -> AsyncIterator[Any]:
+        async def adopt(request: pb.AdoptRequest, timeout_s: float) -> pb.Outcome:
+            adopted.append(request)
+            return pb.Outcome(kind=pb.COMMIT)
+
+        async def listed(request: pb.ListJobsRequest, timeout_s: float) -> pb.ListJobsReply:
+            return pb.ListJobsReply(jobs=[pb.JobRecord(record="s1")])
+
+        yield SimpleNamespace(job=SimpleNamespace(Adopt=adopt, List=listed))
+
+    monkeypatch.setattr(taking_over, "ask_all", ask_all)
+    monkeypatch.setattr(taking_over, "node_infos", nothing)
+    monkeypatch.setattr(taking_over, "node_addresses", nothing)
+    cluster: Any = SimpleNamespace(nodes={node: f"{node}:1" for node in "abc"}, client=client)
+    assert (await taking_over.take_over(cluster, JobOptions("train"))) is not None
+    assert [one.copies for one in adopted] == [2]
 
 
 def kept(rank: int, record: str, *, copy: bool = False, begun: float = 1.0) -> pb.KeptImage:
@@ -176,6 +212,17 @@ def test_rank_without_its_own_image_is_restored_from_the_copy() -> None:
     first, second = participants(images, {"b": "b:1", "c": "c:1"})
     assert (first.move, first.node, first.copy) == ("s1-0-True", "b", "")
     assert (second.move, second.node, second.copy, second.copy_node) == ("s1-1-False", "b", "s1-1-True", "c")
+
+
+def test_successor_knows_which_node_has_made_an_image() -> None:
+    endpoints = {node: f"{node}:1" for node in "bcd"}
+    images = [("b", kept(0, "s1")), ("c", kept(0, "s1", copy=True)), ("d", kept(0, "s1", copy=True))]
+    assert participants(images, endpoints)[0].made_on == "", "of an older version"
+    images[1][1].made_on = "a"
+    assert participants(images, endpoints)[0].made_on == "a", "a node cannot make it count without a signature"
+    images[2][1].made_on = "d"
+    with pytest.raises(Refused, match="and d do not agree on the node that has made"):
+        participants(images, endpoints)
 
 
 def test_rank_keeps_all_copies_that_are_left() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from migrator.job_protocol import (
@@ -17,9 +17,11 @@ from migrator.job_protocol import (
     index_of,
     undo_plan,
 )
+from migrator.jobs.places import in_order
+from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.moves.rules import Outcome
 from tests.protocol.job_model import JobModel
-from tests.protocol.job_world import DRIVER, NODES, Died, Lost, Refused
+from tests.protocol.job_world import DRIVER, NODES, Died, Lost, Record, Refused, Unreadable
 
 #: The buddies of each rank: one, and two.
 BUDDIES = (("two",), ("one",))
@@ -61,21 +63,30 @@ class Attempt:
         to: Sequence[str] = ("one", "spare"),
         at: str = NODES[0],
         buddies: Sequence[Sequence[str]] = BUDDIES,
+        unreadable: Collection[str] = (),
     ) -> None:
-        """`at`: the node that coordinates it."""
+        """`at`: the node that coordinates it. `unreadable`: images that an earlier attempt has found to be of no use."""
+        self.unreadable, self.exhausted = set(unreadable), False
         self.model, self.name, self.suspension, self.at, self.buddies = model, name, suspension, at, buddies
         self.table, self.undo = (RESUME, UNDO_RESUME) if suspension else (SUSPEND, UNDO_SUSPEND)
         self.stores, self.moves = [node for _, node in model.running()], [f"{name}-0", f"{name}-1"]
         self.images: list[str] = []
         if suspension:
             known = model.journal[at, suspension]
-            places = [(part[0], part[1]) for part in known.parts]
-            for rank, copies in enumerate(known.copies):  # of a snapshot: the image, or a copy if that is gone
-                for copy in copies:
-                    if places[rank] not in model.kept or not model.up[places[rank][0]] or places[rank][0] in model.cut:
-                        places[rank] = copy
+            places = [self.place(known, rank) for rank in range(len(known.parts))]
             self.stores, self.images = [place[0] for place in places], [place[1] for place in places]
         self.nodes = list(to) if suspension else self.stores
+
+    def place(self, known: Record, rank: int) -> tuple[str, str]:
+        """Where the image of a rank is read: of a snapshot, a copy if the image is gone or of no use."""
+        model, part = self.model, known.parts[rank]
+        kept = [(part[0], part[1]), *(known.copies[rank] if known.copies else [])]
+        answering = [node for node in NODES if model.up[node] and node not in model.cut]
+        images = [pb.ImageCopy(node=node, move=move) for node, move in kept]
+        found = [(one.node, one.move) for one in in_order(images, answering, self.unreadable)]
+        self.exhausted = self.exhausted or not found
+        there = [one for one in found if one[0] in answering and (not known.copies or one in model.kept)]
+        return (there or found or kept)[0]
 
     def copies(self, rank: int) -> list[tuple[str, str]]:
         """The buddies of a rank, and their moves."""
@@ -84,6 +95,8 @@ class Attempt:
     def run(self) -> str:
         """done, undone, or "" if the driver died."""
         self.model.up[DRIVER] = True
+        if self.exhausted:
+            return "no image"
         reached = 0
         try:
             try:
@@ -128,12 +141,18 @@ class Attempt:
                 if not patient:
                     raise
             return
-        for request in [one for rank in (0, 1) for one in self.requests(step, rpc, rank)]:
+        bad: list[Unreadable] = []
+        for rank, request in [(of, one) for of in (0, 1) for one in self.requests(step, rpc, of)]:
             try:
                 self.model.call(DRIVER, *request)
+            except Unreadable as error:
+                self.unreadable.add(self.images[rank])
+                bad.append(error)
             except (Lost, Refused):
                 if not patient:
                     raise
+        if bad:
+            raise bad[0]
 
     def requests(self, step: JobStep, rpc: str, rank: int) -> list[tuple[str, ...]]:
         if self.table is SNAPSHOT and rpc == "send":
@@ -195,7 +214,18 @@ class RollingBack:
                     model.pass_time()
         if not model.journal[self.at, record].ended:
             return "waits"
-        return Attempt(model, f"{self.name}-resume", record, self.to, self.at).run()
+        return self._bring_back(record)
+
+    def _bring_back(self, record: str) -> str:
+        """As `migrator/jobs/resume.py`."""
+        unreadable: set[str] = set()
+        while True:
+            name = f"{self.name}-resume" + (str(len(unreadable)) if unreadable else "")
+            attempt = Attempt(self.model, name, record, self.to, self.at, unreadable=unreadable)
+            found = attempt.run()
+            if found != "undone" or attempt.unreadable == unreadable:
+                return found
+            unreadable = attempt.unreadable
 
 
 class Protecting:

@@ -6,7 +6,7 @@ from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Answer, CopyDecision
 from snapshotd.moves.rules import CopyState, Mark, Outcome, TargetDecision, TargetFacts, target_answer, target_next
 from tests.protocol.job_gating import JobGating
-from tests.protocol.job_world import Copy, Record, Refused
+from tests.protocol.job_world import NODES, Copy, Record, Refused, Unreadable
 
 
 class Restoring(JobGating):
@@ -68,6 +68,8 @@ class Restoring(JobGating):
         if record.mark is Mark.SEALED:
             if (node, move) not in self.received:
                 raise Refused("no image")
+            if any((on, record.image) in self.unreadable for on in NODES):  # what was not noticed before
+                raise Unreadable(record.image)
             self.put(node, record, Mark.RESTORING)
             record.copy = Copy(record.rank, node, record.coordinator, bound_to=self.coordinator_of(record))
             record.copy.gated, record.copy.comm = self.nccl, 0 if self.nccl else 1

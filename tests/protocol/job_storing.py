@@ -8,7 +8,7 @@ from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Answer, StoreDecision, StoreFacts
 from snapshotd.moves.rules import Mark, Outcome
 from tests.protocol.job_gating import JobGating
-from tests.protocol.job_world import Lost, Record, Refused
+from tests.protocol.job_world import Lost, Record, Refused, Unreadable
 
 
 class Storing(JobGating):
@@ -128,6 +128,8 @@ class Storing(JobGating):
 
     def on_send(self, node: str, image: str, target: str, move: str) -> object:
         self.on_get_image(node, image)
+        if self.unreadable.get((node, image)) == "send":
+            raise Unreadable(f"{image} on {node}")
         try:
             self.call(node, target, "seal", move)
         except Lost as lost:

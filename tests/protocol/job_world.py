@@ -29,6 +29,10 @@ class Refused(Exception):
     """The answer is an error."""
 
 
+class Unreadable(Refused):
+    """The image is of no use."""
+
+
 class Died(Exception):
     """The process that was at work has died."""
 
@@ -115,6 +119,7 @@ class JobWorld:
         self.journal: dict[tuple[str, str], Record] = {}
         self.images: dict[tuple[str, str], int] = {}  # whole ones of suspended ranks: (node, move) -> rank
         self.kept: dict[tuple[str, str], tuple[str, int]] = {}  # images of snapshots, in memory: snapshot, rank
+        self.unreadable: dict[tuple[str, str], str] = {}  # of these: the call that notices it, send or restore
         self.protected = (
             False  # a snapshot was committed: from then on there is a complete one, unless too many nodes are lost
         )

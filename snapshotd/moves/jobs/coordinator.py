@@ -100,7 +100,7 @@ class JobSteps(Steps):
             move_log = await in_thread(self.journal.begin, begin)
             self.leases.begins(move_log.move)
             fields = Fields(participants=parts, suspension=request.suspension, gated=request.nccl, nodes=nodes)
-            fields["quorums"] = quorums
+            fields["quorums"], fields["asked_copies"] = quorums, request.copies
             await in_thread(move_log.mark, Mark.BEGUN, **fields)
             self._track(move_log)
         await reach(Point.JOB_BEGIN)

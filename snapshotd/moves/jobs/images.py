@@ -8,35 +8,37 @@ snapshot, or has ended), or an operator gives it up. Sending one changes nothing
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Damaged, Denied, GpuFailed, NotFound, Undone, Usage, Where, WrongState
-from snapshotd.keepers.ranks import check_rank_uid
+from snapshotd.api.errors import (
+    Damaged,
+    Denied,
+    GpuFailed,
+    NotFound,
+    Undone,
+    Usage,
+    Where,
+    WrongState,
+)
 from snapshotd.moves import description
 from snapshotd.moves.description import ImageDescription
-from snapshotd.moves.device import stripe_files
 from snapshotd.moves.jobs import stored
 from snapshotd.moves.jobs.home_keepers import HomeKeepers
 from snapshotd.moves.jobs.pacing import Pacing
+from snapshotd.moves.jobs.sending import Sending, readable, size_bytes
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.node import Node
-from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.saved import Late
-from snapshotd.moves.source.sink import TargetSink
 from snapshotd.moves.steps import step
-from snapshotd.net import link_speed
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
-from snapshotd.transport.image.sender import Sender
 from snapshotd.transport.image.stall import Stall
-from snapshotd.transport.image.stream import Stream
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class StoredImages:
         self._facts: dict[str, pb.RankFacts] = {}  # by move; they do not change
         self._sizes_bytes: dict[str, int] = {}  # … nor do these
         self._pacing = Pacing()
+        self._signing = WeakValueDictionary[str, asyncio.Lock]()  # by move
 
     def adopt(self) -> None:
         """At start: drops what a crash left of images that were never whole, or were given up. A whole image of which the
@@ -114,18 +117,20 @@ class StoredImages:
         return found
 
     async def describe(self, image: str) -> pb.StoredImage:
+        """Raises Unreadable if what is needed of it cannot be read."""
         move_log = await self._image(image)
         rewires = (await in_thread(move_log.whole)).rewires
-        if move_log.begin.kind == "copy":
-            store = self.node.store_of(move_log.begin)
-            with store.threads(image):
-                rewires = (await in_thread(_description, store.path(image))).rewires
-        size_bytes = await self._size_of(image)
-        return pb.StoredImage(facts=await self._facts_of(move_log), rewires=rewires, bytes=size_bytes)
+        with readable(move_log, OSError, Damaged):
+            if move_log.begin.kind == "copy":
+                store = self.node.store_of(move_log.begin)
+                with store.threads(image):
+                    rewires = (await in_thread(_description, store.path(image))).rewires
+            facts = await self._facts_of(move_log)
+        return pb.StoredImage(facts=facts, rewires=rewires, bytes=await self._size_of(image))
 
     async def send(self, request: pb.SendRequest) -> AsyncIterator[pb.Progress]:
         """Sends an image to the target of a resumption, or to a buddy; yields progress. The image stays. It may be sent to
-        several buddies at the same time."""
+        several buddies at the same time. Raises Unreadable if the image cannot be read."""
         check_move_id(request.move)
         parts = await self._saved(request.image)
         move_log = await self._image(request.image)
@@ -133,7 +138,9 @@ class StoredImages:
             raise Usage("an image is sent with the target's nonce, to a node and its endpoint")
         parts += await self._synced(move_log)
         await reach(Point.BEFORE_SEND)
-        sending = _Sending(self.node, move_log, request, self._pacing)
+        sending = Sending(
+            self.node, move_log, request, self._pacing, self._signing.setdefault(request.image, asyncio.Lock())
+        )
         task = asyncio.create_task(sending.run(), name=f"send {request.image}")
         try:
             while not task.done():
@@ -184,8 +191,8 @@ class StoredImages:
             return []
         began_s = host.boottime_s()
         await self._until_synced(move_log.move)
-        size_bytes = await self._size_of(move_log.move)
-        return [pb.Part(name="sync", seconds=host.boottime_s() - began_s, bytes=size_bytes)]
+        bytes_ = await self._size_of(move_log.move)
+        return [pb.Part(name="sync", seconds=host.boottime_s() - began_s, bytes=bytes_)]
 
     async def _until_synced(self, move: str) -> None:
         """A disk that has stalled keeps a thread, and nothing waits for that."""
@@ -269,7 +276,7 @@ class StoredImages:
                 store = self.node.store_of(self.node.journal.get(move).begin)
                 folder = store.path(move)
                 with store.threads(move):
-                    known = await in_thread(lambda: _size_bytes(folder.iterdir()))
+                    known = await in_thread(lambda: size_bytes(folder.iterdir()))
             except (OSError, NotFound) as error:
                 log.error("the image of %s cannot be read: %s", move, error)
                 return 0
@@ -282,100 +289,6 @@ class StoredImages:
         return known
 
 
-class _Sending:
-    """One image on its way."""
-
-    def __init__(self, node: Node, move_log: MoveLog, request: pb.SendRequest, pacing: Pacing) -> None:
-        self.node, self.log, self.request, self.pacing = node, move_log, request, pacing
-        self.is_copy = not move_log.committed  # to a buddy, while the rank runs; else to resume the job
-        self.waited: list[pb.Part] = []  # for the limit of copies
-        self.folder = node.store_of(move_log.begin).path(move_log.move)
-        self.sender: Sender | None = None
-        self.expected_bytes = 0
-        self.began_s = host.boottime_s()
-
-    def progress(self, *, done: bool = False) -> pb.Progress:
-        return pb.Progress(
-            bytes_sent=self.sender.bytes_sent if self.sender is not None else 0,
-            bytes_zero=self.sender.bytes_zero if self.sender is not None else 0,
-            bytes_found=self.sender.bytes_found if self.sender is not None else 0,
-            bytes_expected=self.expected_bytes,
-            done=done,
-            stream_seconds=host.boottime_s() - self.began_s,
-        )
-
-    async def run(self) -> None:
-        with self.node.store_of(self.log.begin).threads(self.log.move):
-            await self._run()
-
-    async def _run(self) -> None:
-        request = self.request
-        sink = TargetSink(self.node, self._begin(), go_last=self.is_copy)
-        files = await in_thread(stored.verified, self.folder, self.log)
-        if request.target_node == self.node.config.node:
-            files = await in_thread(self._link_stripes, files)
-        self.expected_bytes = await in_thread(_size_bytes, files)
-        offers, chunk_bytes = request.offer_blocks, self.node.config.chunk_bytes
-        async with self._streams(sink) as streams, Sender(streams, chunk_bytes, offers=offers) as self.sender:
-            for path in files:
-                await self.sender.put_file(path.name, path)
-            sent = await self.sender.finish()
-        if self.log.ended_unix_s:
-            # Before the target can answer that its copy runs: this node confirms then that the rank is there.
-            node, endpoint = request.target_node, request.target_endpoint
-            await in_thread(self.log.mark, Mark.SETTLED, resumed_node=node, resumed_endpoint=endpoint)
-        if damaged := await sink.seal(sent):
-            raise Damaged(f"these images arrived damaged: {', '.join(damaged)}", where=Where.UNKNOWN)
-        log.info("sent the image of rank %s to %s", self.log.begin.rank_uid, request.target_node)
-
-    @contextlib.asynccontextmanager
-    async def _streams(self, sink: TargetSink) -> AsyncIterator[Sequence[Stream]]:
-        """Those of a copy keep to the limit."""
-        if not self.is_copy:
-            async with sink.streams() as streams:
-                yield streams
-            return
-        links = await in_thread(link_speed.links) if self.node.config.copy_limit else {}
-        with self.pacing.copy(self.log.move) as copy:
-            async with sink.streams() as streams:
-                yield self.pacing.limited(copy, streams, self.node.config, links)
-            if copy.waited_s:
-                self.waited = [pb.Part(name="limit", seconds=copy.waited_s)]
-
-    def _link_stripes(self, files: list[Path]) -> list[Path]:
-        """The target is this node: it gets device memory of a snapshot without a copy, and does not write to it. Returns the
-        files that are to be sent."""
-        target = self.node.journal.find(self.request.move)
-        if target is None or target.begin.role != "target" or not self.log.begin.kind:
-            return files
-        folder = self.node.store.path(self.request.move)
-        if folder.stat().st_dev != self.folder.stat().st_dev:
-            return files  # one of them is on a disk
-        stripes = [path for path in files if stripe_files.NAME.fullmatch(path.name)]
-        for path in stripes:
-            with contextlib.suppress(FileExistsError):  # of an attempt whose answer was lost
-                (folder / path.name).hardlink_to(path)
-        return [path for path in files if path not in stripes]
-
-    def _begin(self) -> Begin:
-        """The move as the target has journalled it, for the channel and the signature."""
-        begin, request = self.log.begin, self.request
-        return Begin(
-            move=request.move,
-            role="source",
-            rank_uid=check_rank_uid(begin.rank_uid),
-            job=begin.job,
-            rank=begin.rank,
-            source_node=self.node.config.node,
-            source_endpoint=self.node.config.advertise,
-            target_node=request.target_node,
-            target_endpoint=request.target_endpoint,
-            nonce=request.nonce.hex(),
-            boot_id=host.boot_id(),
-            begun_unix_s=time.time(),
-        )
-
-
 def _seen(syncing: asyncio.Task[None]) -> None:
     """The caller gets the failure, if it still waits."""
     if not syncing.cancelled():
@@ -384,7 +297,3 @@ def _seen(syncing: asyncio.Task[None]) -> None:
 
 def _description(folder: Path) -> ImageDescription:
     return description.decode((folder / description.FILE).read_bytes())
-
-
-def _size_bytes(files: Iterable[Path]) -> int:
-    return sum(path.stat().st_blocks * 512 for path in files)

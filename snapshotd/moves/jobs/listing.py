@@ -56,6 +56,7 @@ def all_records(
                 adopted_from=record.adopted_from,
                 cut_off=cut_off(records.uids(move_log)) if begin.kind == "snapshot" and not by else "",
                 quorums=[pb.Voters(nodes=voters) for voters in record.quorums],
+                copies=record.asked_copies,
                 nodes=[node.to_proto() for node in record.nodes] if begin.kind == "snapshot" and not is_over else [],
             )
         )
@@ -87,8 +88,9 @@ def name_part(found: pb.Outcome, move_log: MoveLog, move: str) -> None:
     know of no others compare it, too."""
     if move_log.begin.user_id < 0:
         return
-    found.job, found.user_id = move_log.begin.job, move_log.begin.user_id
-    for part in move_log.whole().participants:
+    record = move_log.whole()
+    found.job, found.user_id, found.copies = move_log.begin.job, move_log.begin.user_id, record.asked_copies
+    for part in record.participants:
         asked = next((copy for copy in part.copies if copy.move == move), None)
         if asked is not None:
             named = msgspec.structs.replace(

@@ -14,7 +14,7 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Damaged, Where
+from snapshotd.api.errors import Unreadable, Where
 from snapshotd.moves.journal import MoveLog
 from snapshotd.transport.image.store import ImageStore
 from snapshotd.transport.image.sync import sync_folder
@@ -53,25 +53,25 @@ def write_facts(move_log: MoveLog, facts: pb.RankFacts) -> None:
 
 
 def facts_of(move_log: MoveLog) -> pb.RankFacts:
-    """Raises Damaged. Blocking."""
+    """Raises Unreadable. Blocking."""
     try:
         return pb.RankFacts.FromString((move_log.folder / FACTS).read_bytes())
     except (OSError, DecodeError) as error:
-        raise Damaged(f"the description of the image of {move_log.move} cannot be read: {error}") from error
+        raise Unreadable(f"the description of the image of {move_log.move} cannot be read: {error}") from error
 
 
 def verified(images: Path, move_log: MoveLog) -> list[Path]:
-    """The files of an image, in order. Raises Damaged unless they are what was stored. Blocking."""
-    if move_log.begin.kind:
-        return _files(images)
+    """The files of an image, in order. Raises Unreadable unless they are what was stored. Blocking."""
     try:
+        if move_log.begin.kind:
+            return _files(images)
         wanted: dict[str, str] = json.loads((move_log.folder / DIGESTS).read_bytes())
         found = {path.name: digest(path) for path in _files(images)}
     except (OSError, ValueError) as error:
-        raise Damaged(f"the image of {move_log.move} cannot be read: {error}", where=Where.UNKNOWN) from error
+        raise Unreadable(f"the image of {move_log.move} cannot be read: {error}", where=Where.UNKNOWN) from error
     wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if wrong:
-        raise Damaged(
+        raise Unreadable(
             f"these files of the image of rank {move_log.begin.rank} have changed on the disk: {', '.join(wrong[:5])}",
             remedy="check the disk of that node; the job cannot be resumed from a damaged image",
             where=Where.UNKNOWN,

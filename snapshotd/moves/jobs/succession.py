@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, NotFound, SnapshotError, Usage, Where, WrongState
+from snapshotd.api.errors import Busy, Damaged, NotFound, SnapshotError, Usage, Where, WrongState
 from snapshotd.moves import description
-from snapshotd.moves.jobs import records
+from snapshotd.moves.jobs import made_image, records
 from snapshotd.moves.jobs.coordinator import JobSteps
 from snapshotd.moves.jobs.ending import Endings
 from snapshotd.moves.jobs.images import StoredImages
@@ -59,12 +60,19 @@ class Succession:
         self.repeated = Repeated("leases of snapshots", self.look, EVERY_S)
 
     async def kept(self) -> pb.ListKeptReply:
-        """The images of snapshots that are kept here."""
-        return pb.ListKeptReply(images=await in_thread(lambda: list(map(self._kept, self.images.of_snapshots()))))
+        """The images of snapshots that are kept here. One that cannot be read is left out: the others may be needed."""
+        return pb.ListKeptReply(images=await in_thread(lambda: list(self._all_kept())))
+
+    def _all_kept(self) -> Iterator[pb.KeptImage]:
+        for move_log in self.images.of_snapshots():
+            try:
+                yield self._kept(move_log)
+            except (OSError, Damaged, NotFound) as error:
+                log.error("the image %s of %s is of no use: %s", move_log.move, move_log.begin.rank_uid, error)
 
     def _kept(self, move_log: MoveLog) -> pb.KeptImage:
         begin = move_log.begin
-        folder = self.node.store_of(begin).path(move_log.move)
+        folder, record = self.node.store_of(begin).path(move_log.move), move_log.whole()
         return pb.KeptImage(
             image=move_log.move,
             record=begin.coordinator,
@@ -74,9 +82,11 @@ class Succession:
             job=begin.job,
             user_id=max(begin.user_id, 0),
             incarnation=description.decode((folder / description.FILE).read_bytes()).incarnation,
-            coordinator_node=move_log.whole().successor_node or begin.coordinator_node,
+            coordinator_node=record.successor_node or begin.coordinator_node,
             begun_unix_s=begin.begun_unix_s,
             settled=(promise := self.jobs.promises.of(begin.coordinator)) is not None and promise.settled,
+            copies=record.asked_copies,
+            made_on=made.node if (made := made_image.load(move_log)) is not None else "",
         )
 
     # ------------------------------------------------------------------ the former coordinator
@@ -196,6 +206,7 @@ class Succession:
                     quorums=quorums,
                     lost_nodes=list(request.lost_nodes),
                     fenced=fenced,
+                    asked_copies=request.copies,
                 )
         return await self.jobs.outcome(request.record)
 
@@ -222,6 +233,7 @@ class Succession:
             quorums=quorums,
             lost_nodes=list(request.lost_nodes),
             fenced=fenced,
+            asked_copies=request.copies,
         )
         move_log.decide(Outcome.COMMIT, f"taken over from {request.former}", by)
         move_log.mark(Mark.SETTLED, done=[part.move for part in parts])

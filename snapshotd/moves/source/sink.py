@@ -43,6 +43,7 @@ class TargetSink:
 
     def __init__(self, node: Node, begin: Begin, *, go_last: bool = False) -> None:
         self.node, self.begin, self.go_last = node, begin, go_last
+        self.made: pb.MadeImage | None = None  # of a snapshot's image
 
     def streams(self) -> AbstractAsyncContextManager[Sequence[Stream]]:
         return streams_to_target(self.node, self.begin, go_last=self.go_last)
@@ -51,7 +52,7 @@ class TargetSink:
         begin = self.begin
         with span("sign"):
             signature = await in_thread(image_seal.sign, self.node.credentials, image_seal.statement(begin, files))
-        request = pb.SealRequest(move=begin.move, files=files, signature=signature, repeats=True)
+        request = pb.SealRequest(move=begin.move, files=files, signature=signature, repeats=True, made=self.made)
         with span("seal"):
             async with self.node.client(begin.target_node, begin.target_endpoint) as client:
                 stall = Stall(begin.target_node)

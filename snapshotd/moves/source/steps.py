@@ -87,7 +87,7 @@ class SourceSteps(SourceSettling):
                 )
             )
         look = self._inspected.put(looked, checks)
-        return pb.InspectReply(facts=looked.facts, checks=checks, rewires=rewires, look=look)
+        return pb.InspectReply(facts=looked.facts, checks=checks, rewires=rewires, look=look, signs_images=True)
 
     def _places(self, nodes: Iterable[pb.NodeAddresses], target: str) -> Places:
         return Places.of(nodes, self.node.config.node, target)

@@ -1,14 +1,26 @@
-"""Reads the description of an image that has arrived, and checks that it is of the rank that this node agreed to take."""
+"""Reads the description of an image that has arrived, and checks that it is of the rank that this node agreed to take, and
+what the node that has made it for a snapshot has signed.
+
+Invariant: what another node than that has kept is not restored unless it is signed, if the coordinator's record says that it
+was. An image that was on this node all the time is not compared: who can change it is root here.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 
-from snapshotd.api.errors import Damaged, Denied, Where
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Damaged, Denied, Unreadable, Where
 from snapshotd.moves import description
 from snapshotd.moves.description import ImageDescription
+from snapshotd.moves.jobs import made_image
 from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.node import Node
 from snapshotd.runtime.blocking import in_thread
+
+log = logging.getLogger(__name__)
 
 
 async def read_description(folder: Path) -> ImageDescription:
@@ -38,3 +50,57 @@ def must_be_of_rank(move_log: MoveLog, image: ImageDescription) -> None:
             remedy="the move is undone; check the source node, its daemon must not do this",
             where=Where.SOURCE_FROZEN,
         )
+
+
+def take_made(node: Node, move_log: MoveLog, request: pb.SealRequest) -> None:
+    """Keeps what the node that has made the image has signed, beside the journal. Raises Unreadable if it has not signed
+    these files. Blocking."""
+    begin, credentials = move_log.begin, node.credentials
+    if begin.kind == "copy":
+        if not request.HasField("made"):
+            return  # from a node with an older version: the coordinator's record says that it does not sign
+        maker, snapshot = begin.source_node, begin.coordinator
+    elif must_be_signed(move_log):
+        maker, snapshot = move_log.record.maker, move_log.record.snapshot
+    else:
+        return
+    try:
+        made_image.must_be_by(request.made, maker, begin.rank_uid, snapshot, request.files, credentials)
+    except Unreadable as error:
+        log.error("%s has sent an image that is refused: %s", begin.source_node, error.message)
+        raise
+    made_image.save(move_log, request.made)
+
+
+async def must_be_as_made(folder: Path, move_log: MoveLog) -> None:
+    """Raises Unreadable unless the files that have arrived are those that were signed."""
+    made = await in_thread(made_image.load, move_log)
+    if made is None:
+        raise Unreadable(f"the signature of the image of {move_log.move} is lost", where=Where.SUSPENDED)
+    try:
+        files = await in_thread(lambda: sorted(path for path in folder.iterdir() if not path.name.startswith(".")))
+        await made_image.must_be_whole(made, files)
+    except OSError as error:
+        raise Damaged(f"the image that has arrived cannot be read: {error}", where=Where.SUSPENDED) from error
+    except Unreadable as error:
+        log.error("%s has sent an image that is refused: %s", move_log.begin.source_node, error.message)
+        raise
+
+
+def must_be_signed(move_log: MoveLog) -> bool:
+    """Whether the image is one of a snapshot, and comes from another node."""
+    begin = move_log.begin
+    return bool(move_log.record.maker) and begin.source_node != begin.target_node
+
+
+def must_have_connections(move_log: MoveLog, image: ImageDescription) -> None:
+    """The addresses of a rank that is resumed were planned with what the node that keeps the image said about its
+    connections. Raises Unreadable if that is not what the image has."""
+    if must_be_signed(move_log) and _named(move_log.record.rewires) != _named(image.rewires):
+        text = f"{move_log.begin.source_node} has described other connections than its image of the rank has"
+        raise Unreadable(text, remedy=made_image.REMEDY, where=Where.SUSPENDED)
+
+
+def _named(rewires: Iterable[pb.Rewire]) -> list[tuple[int, str, int, str, int]]:
+    ends = [(one.kind, one.old_local, one.old_remote) for one in rewires]
+    return sorted((kind, local.ip, local.port, remote.ip, remote.port) for kind, local, remote in ends)

@@ -63,7 +63,7 @@ async def prepare(node: Node, signatures: SourceSignatures, request: pb.PrepareR
     )
     move_log = await in_thread(node.journal.begin, begin)
     await in_thread(stored.write_facts, move_log, facts)
-    await in_thread(move_log.mark, Mark.PREPARED)
+    await in_thread(move_log.mark, Mark.PREPARED, asked_copies=said.copies)
     await reach(Point.PREPARE)
     return move_log
 

@@ -68,8 +68,11 @@ class Restore:
         """Restores; returns what is journalled about the held copy. `parts` collects timings, `incoming` receives offloaded
         device memory, which `fills` puts onto the GPU."""
         folder = self.node.store.path(self.log.move)
+        if arrived_image.must_be_signed(self.log):
+            await parts.time("check", arrived_image.must_be_as_made(folder, self.log))
         image = await arrived_image.read_description(folder)
         arrived_image.must_be_of_rank(self.log, image)
+        arrived_image.must_have_connections(self.log, image)
         with span("verify image"):
             described = await in_thread(self._verify, folder, image)
         if image.by_device_channel and incoming is None and fills is None:

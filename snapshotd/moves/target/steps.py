@@ -41,7 +41,7 @@ from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import CopyState, Mark, Outcome
 from snapshotd.moves.steps import must_be_at, step
-from snapshotd.moves.target import copies, device_memory, gpus, resumed, sealing, short_of_memory, source
+from snapshotd.moves.target import arrived_image, copies, device_memory, gpus, resumed, sealing, short_of_memory, source
 from snapshotd.moves.target.identity import identity_of
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.settling import TargetSettling, facts_of
@@ -169,6 +169,8 @@ class TargetSteps(TargetSettling):
                 tethered=said.tethered,
                 replayed_output=request.replayed_output,
                 file_policy=resumed.file_policy(request),
+                maker=request.made_on if resumes else "",
+                snapshot=request.snapshot if resumes else "",
             )
         self.track(move_log)
         with span("start spares"):
@@ -215,9 +217,9 @@ class TargetSteps(TargetSettling):
         async with self.working_on(request.move, "stream") as moving:
             with span("check signature"):
                 await self._signatures.check(moving.log.begin, request.files, request.signature)
-            with self.node.store.threads(request.move):
-                with span("verify"):
-                    damaged = await in_thread(self.node.store.seal, request.move, request.files, synced=synced)
+                await in_thread(arrived_image.take_made, self.node, moving.log, request)
+            with self.node.store.threads(request.move), span("verify"):
+                damaged = await in_thread(self.node.store.seal, request.move, request.files, synced=synced)
                 if not damaged:
                     await in_thread(self.bulk_receivers.close, request.move)
             if not damaged and moving.log.last_mark is Mark.PREPARED:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from snapshotd.api.errors import Damaged, Internal, SnapshotError, Unreachable, Where, from_wire
+from snapshotd.api.errors import Damaged, Internal, SnapshotError, Unreachable, Unreadable, Where, from_wire
 from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image.blocks import MIN_OFFER_BYTES, Offer
@@ -229,7 +229,7 @@ class Sender:
         try:
             fd = await in_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
-            raise Internal(f"{path} cannot be sent: {error}", where=Where.SOURCE_FROZEN) from error
+            raise Unreadable(f"{path} cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
         try:
             await self._read_file(name, fd)
         finally:
@@ -245,7 +245,7 @@ class Sender:
                 frame, _ = await self._read_into_slot(chunk, offers=self._offers)
                 offset += frame.length if frame is not None else 0
         except OSError as error:
-            raise Internal(f"{name} cannot be sent: {error}", where=Where.SOURCE_FROZEN) from error
+            raise Unreadable(f"{name} cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
 
     async def _read_frames(self, read: Callable[[int], Frame | None]) -> None:
         while (await self._read_into_slot(lambda sequence: (read(sequence), Stop.FULL)))[0] is not None:

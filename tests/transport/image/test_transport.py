@@ -15,7 +15,7 @@ import pytest
 
 from snapshotd.api.channel import GrpcChannel, open_channel
 from snapshotd.api.credentials import Credentials
-from snapshotd.api.errors import Damaged, Denied, Full, Internal, NotFound, Unreachable, Where, WrongState
+from snapshotd.api.errors import Damaged, Denied, Full, Internal, NotFound, Unreachable, Unreadable, Where, WrongState
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image.bulk_sender import open_streams
 from snapshotd.transport.image.fifo import make_fifo
@@ -367,7 +367,7 @@ async def test_invalid_names_and_missing_files_are_refused(serve: Serve, tmp_pat
         async with Sender(await target.streams()) as sender:
             with pytest.raises(Internal, match="cannot be the name"):
                 await sender.put_file("../a.img", tmp_path / "a.img")
-            with pytest.raises(Internal, match="No such file"):
+            with pytest.raises(Unreadable, match="No such file"):
                 await sender.put_file("b.img", tmp_path / "b.img")
             await sender.put_file("a.img", tmp_path / "a.img")
             with pytest.raises(Internal, match="sent twice"):
