@@ -13,7 +13,8 @@ import pytest
 from integration.configuring import configured
 from integration.gpu_nodes import GpuCluster
 from integration.harness import Job
-from integration.job_device_memory import ask, kill
+from integration.job_commands import ask
+from integration.job_device_memory import kill
 from integration.offloads import SOURCE, TARGET, UNDONE, part, start
 from snapshotd.runtime.faults import Point
 
