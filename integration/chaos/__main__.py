@@ -7,10 +7,10 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
-from integration.chaos import jobs
+from integration.chaos import jobs, labs
 from integration.chaos.jobs import Broken, Say
 from integration.chaos.kinds import KINDS
 from integration.chaos.losses import LOSSES
@@ -27,7 +27,7 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m integration.chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m integration.chaos", description=__doc__, allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=15.0, help="how long to run (default: %(default)g)")
     parser.add_argument("--seed", type=int, help="seed of all choices (default: the time)")
     parser.add_argument("--first", type=int, default=1, metavar="N", help="number of the first round (default: 1)")
@@ -54,7 +54,12 @@ def main() -> int:
         "--rollback", action="store_true", help="protect a job with snapshots, and lose its ranks and nodes"
     )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument(
+        "--labs", type=int, default=1, metavar="N", help="so many labs at a time, each with its own seed"
+    )
     options = parser.parse_args()
+    if options.labs < 1 or (options.labs > 1 and options.soak):
+        parser.error("--labs takes a number from 1, and does not go with --soak")
     seed = options.seed if options.seed is not None else int(time.time())
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell started it with SIGINT ignored
         signal.signal(number, _interrupt)
@@ -64,6 +69,11 @@ def main() -> int:
         print(text, file=out, flush=True)
 
     say(f"seed {seed}")
+    if options.labs > 1:
+        code, reports = labs.run(options.labs, _of_one_lab(sys.argv[1:]), seed, options.minutes, say)
+        if options.json:
+            print(json.dumps(reports))
+        return code
     try:
         if options.rollback:
             with cluster("losses", NODES) as nodes:
@@ -75,6 +85,15 @@ def main() -> int:
     except SnapshotError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+
+
+def _of_one_lab(arguments: Sequence[str]) -> list[str]:
+    """These arguments without the number of labs, the seed and the form of the report."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--labs")
+    parser.add_argument("--seed")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_known_args(arguments)[1]
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

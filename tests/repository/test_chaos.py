@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import queue
 import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -13,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from integration.chaos import kinds, processes
+from integration.chaos import __main__ as main
+from integration.chaos import kinds, labs, processes
 from integration.chaos.jobs import ALL_KINDS, Broken, Ledger
 from integration.chaos.losses import LOSSES, NCCL_POINTS, Stage, draw_loss, draw_moment
 from integration.chaos.protected import NODES, ProtectedChaos
@@ -161,3 +164,70 @@ def test_children_of_all_threads_are_found() -> None:
             child.kill()
             done.set()
             thread.join()
+
+
+# ---------------------------------------------------------------- several labs at a time
+
+#: A lab that has made one round, and another one when it is interrupted.
+LAB = """
+import json, signal, sys, time
+seed, broken, lasts = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "lasts"
+rounds = [dict(number=1, kind="k", fault="f", job="j", outcome="o", move_s=1.0, settle_s=float(seed), recovers=0)]
+def end(*_):
+    print(json.dumps(dict(seed=seed, seconds=1, broken=broken, scans=3, longest_gap_s=0.5, rounds=rounds)), flush=True)
+    sys.exit(1 if broken else 0)
+signal.signal(signal.SIGINT, end)
+print("round 1: f: o, new steps after 1 s", file=sys.stderr, flush=True)
+if sys.argv[3] == "dies":
+    sys.exit("no room")
+time.sleep(100 if lasts else 0)
+end()
+"""
+
+
+def _labs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *runs: tuple[str, str]) -> list[str]:
+    """Lets labs be such processes; what is said."""
+
+    def start(number: int, _arguments: object, seed: int) -> labs.LabRun:
+        said, report = tmp_path / f"{seed}.log", tmp_path / f"{seed}.json"
+        with said.open("wb") as errors, report.open("wb") as out:
+            process = subprocess.Popen([sys.executable, "-c", LAB, str(seed), *runs[number]], stdout=out, stderr=errors)
+        lab = labs.LabRun(seed, process, said, report)
+        while not lab.rounds():
+            time.sleep(0.01)
+        return lab
+
+    monkeypatch.setattr(labs, "_start", start)
+    return []
+
+
+def test_labs_have_one_report_and_a_broken_one_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = _labs(monkeypatch, tmp_path, ("", ""), ("it ran twice", ""))
+    code, reports = labs.run(2, [], 40, 1.0, said.append)
+    assert code == 1
+    assert [lab["seed"] for lab in reports["labs"]] == [40, 41]
+    assert any(line.startswith("BROKEN, seed 41: it ran twice") for line in said), said
+    assert "seed 40, 2 rounds" in said[-1]
+    assert "6 scans" in said[-1]
+
+
+def test_lab_that_does_not_end_is_interrupted_and_its_rounds_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(labs, "ENDS_S", 0.0)
+    said = _labs(monkeypatch, tmp_path, ("", "lasts"), ("", ""))
+    code, _ = labs.run(2, [], 40, 0.0, said.append)
+    assert code == 0
+    assert "seed 40, 2 rounds" in said[-1]
+
+
+def test_lab_without_a_report_counts_as_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = _labs(monkeypatch, tmp_path, ("", "dies"))
+    code, _ = labs.run(1, [], 40, 1.0, said.append)
+    assert code == 1
+    assert "there is no report (exit 1): no room" in said[0]
+
+
+def test_labs_get_the_arguments_without_their_number_and_seed() -> None:
+    given = ["--rollback", "--labs", "7", "--seed=3", "--minutes", "2", "--json", "--jobs", "nccl"]
+    assert main._of_one_lab(given) == ["--rollback", "--minutes", "2", "--jobs", "nccl"]
