@@ -146,7 +146,7 @@ SUSPEND: tuple[JobStep, ...] = (
     # A refusal here is exit code 10: nothing has been changed or paused.
     JobStep("preflight", "Source.Inspect", _STORES, 60, "list what the ranks use; refuse what cannot be restored"),
     JobStep("prepare", "Job.Begin", _COORDINATOR, 30, "journal the suspension, start the lease", ("Job.Abort",)),
-    JobStep("prepare", "Source.Begin", _STORES, 120, "reserve room for the images", _ABORT_SUSPENSION),
+    JobStep("prepare", "Source.Begin", _STORES, 600, "reserve room, store closed files", _ABORT_SUSPENSION),
     # The pause begins.
     *_QUIESCE,
     JobStep("freeze", "Source.Freeze", _STORES, 120, "stop, freeze, filter: the cut", _ABORT_SUSPENSION),
@@ -174,7 +174,7 @@ _ABORT_SNAPSHOT = ("Job.Abort", "Source.Abort", "Target.Discard")
 SNAPSHOT: tuple[JobStep, ...] = (
     JobStep("preflight", "Source.Inspect", _STORES, 60, "list what the ranks use; refuse what cannot be restored"),
     JobStep("prepare", "Job.Begin", _COORDINATOR, 30, "journal the snapshot, start the lease", ("Job.Abort",)),
-    JobStep("prepare", "Source.Begin", _STORES, 120, "reserve room for the images", ("Job.Abort", "Source.Abort")),
+    JobStep("prepare", "Source.Begin", _STORES, 600, "reserve room, store closed files", ("Job.Abort", "Source.Abort")),
     JobStep("prepare", "Target.Prepare", _BUDDIES, 60, "reserve room for the copies", _ABORT_SNAPSHOT),
     # The pause begins.
     *_QUIESCE,

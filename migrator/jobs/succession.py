@@ -59,7 +59,8 @@ async def take_over(cluster: Cluster, options: JobOptions) -> JobEntry | None:
     parts = participants(chosen, cluster.nodes)
     image = chosen[0][1]
     record = pb.JobRecord(record=image.record, job=image.job, user_id=image.user_id, kind="snapshot", outcome=pb.COMMIT)
-    record.copies = max(one.copies for _, one in chosen)
+    # What one node claims must not have all later snapshots refused.
+    record.copies = min(max(one.copies for _, one in chosen), len(cluster.nodes) - 1)
     return await _adopt(cluster, record, parts, former, parts[0].node, options.lost)
 
 

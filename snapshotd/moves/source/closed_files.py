@@ -130,9 +130,12 @@ async def send_ahead(node: Node, moving: Moving, entry: RankEntry) -> Ahead:
         error.where = Where.SOURCE_RUNNING
         raise
     except TimeoutError as error:
+        place = (
+            "the memory or disk of the snapshots" if moving.log.begin.coordinator else "the connection to the target"
+        )
         raise Timeout(
-            f"{sum(row.size for row in rows) >> 20} MiB of closed files were not sent within {AHEAD_S:.0f} s",
-            remedy="check the connection to the target, or set a smaller carry_closed_bytes on the source",
+            f"{sum(row.size for row in rows) >> 20} MiB of closed files were not stored within {AHEAD_S:.0f} s",
+            remedy=f"check {place}, or set a smaller carry_closed_bytes on the source",
             where=Where.SOURCE_RUNNING,
         ) from error
     offset = 0

@@ -36,17 +36,18 @@ def _read(path: Path) -> ImageDescription:
 
 
 def must_be_of_rank(move_log: MoveLog, image: ImageDescription) -> None:
-    """The image must be of the user and groups that preflight was shown. Raises Denied."""
-    shown = move_log.record.identity
+    """The image must be of the user and groups that preflight was shown. Raises Denied, or Unreadable for an image that
+    another node may keep, too."""
+    shown, found = move_log.record.identity, ""
     if image.user_id != move_log.begin.user_id:
+        found = f"of a rank of user {image.user_id}; this node agreed to one of user {move_log.begin.user_id}"
+    elif image.identity != shown:
+        found = f"of a rank that runs as {image.identity}; this node agreed to one that runs as {shown}"
+    if found and must_be_signed(move_log):  # who described it keeps a copy: there may be another one
+        raise Unreadable(f"the image is {found}", where=Where.SUSPENDED)
+    if found:
         raise Denied(
-            f"the image is of a rank of user {image.user_id}; this node agreed to one of user {move_log.begin.user_id}",
-            remedy="the move is undone; check the source node, its daemon must not do this",
-            where=Where.SOURCE_FROZEN,
-        )
-    if image.identity != shown:
-        raise Denied(
-            f"the image is of a rank that runs as {image.identity}; this node agreed to one that runs as {shown}",
+            f"the image is {found}",
             remedy="the move is undone; check the source node, its daemon must not do this",
             where=Where.SOURCE_FROZEN,
         )
