@@ -71,7 +71,7 @@ def test_nodes_need_not_agree(lab: GpuCluster, node: str) -> None:
 
 
 def test_memory_that_cannot_be_exported_goes_through_files(lab: GpuCluster) -> None:
-    """As torch's expandable segments create it. Nothing is wrong with the nodes, so nobody is warned."""
+    """As torch's expandable segments create it. It is not a fault of the nodes, so there is no warning."""
     job = start(lab, "--mib", str(LARGE_MIB), "--api", "segments")
     job.await_progress(3)
     with lab.cluster.moving(job, TARGET, SOURCE, Point.OFFLOADED) as asked:
