@@ -166,7 +166,7 @@ def test_it_keeps_more_blocks_than_the_soft_limit_of_the_daemon(place: Path) -> 
     """A rank has thousands; the hard limit is that of the daemon's unit."""
     blocks, (soft, hard) = 200 * BATCH, resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < blocks + 64:
-        pytest.skip(f"this process may open {hard} files")
+        pytest.skip(f"needs a hard limit of {blocks + 64} open files, and has {hard}: raise it with `ulimit -Hn`")
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
     holder = Holder(place)
     try:
