@@ -145,7 +145,13 @@ class Snapshot(Suspension):
             self.pause_s = time.monotonic() - self.frozen_s
 
     async def send(self, timeout_s: float) -> None:
-        """All copies of a rank at once: the snapshot counts when the last one is there."""
+        """All copies of a rank at once: the snapshot counts when the last one is there. None before all images are whole:
+        what another rank has as well is found on its node, and not sent."""
+
+        async def await_image(part: pb.Participant) -> None:
+            request = pb.SendRequest(image=part.move, only_wait=True)
+            async for progress in (await self.client(part.node)).source.Send(request, timeout_s=timeout_s):
+                self.add_parts(progress.parts)
 
         async def ask(one: tuple[pb.Participant, pb.ImageCopy]) -> None:
             part, copy = one
@@ -161,6 +167,7 @@ class Snapshot(Suspension):
                 self.sent("copy", copy.move, progress)
                 self.add_parts(progress.parts)
 
+        await each([part for part in self.participants if part.made_on == part.node], await_image)  # others are older
         await each(self.copies, ask)
 
     async def keep(self, timeout_s: float) -> None:

@@ -2081,7 +2081,7 @@ class InspectReply(_message.Message):
     look: _builtins.str
     """names these facts for Begin, which then need not be gathered again; empty: refused"""
     signs_images: _builtins.bool
-    """this node signs images that it makes for snapshots (MadeImage)"""
+    """images that it makes for snapshots (MadeImage); it also knows SendRequest.only_wait"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
@@ -4388,6 +4388,7 @@ class SendRequest(_message.Message):
     TARGET_ENDPOINT_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     OFFER_BLOCKS_FIELD_NUMBER: _builtins.int
+    ONLY_WAIT_FIELD_NUMBER: _builtins.int
     image: _builtins.str
     """the rank's move in the suspension"""
     move: _builtins.str
@@ -4398,6 +4399,8 @@ class SendRequest(_message.Message):
     """the target's, from Prepare"""
     offer_blocks: _builtins.bool
     """the target finds blocks in its other images of the job (PrepareReply): send the rest"""
+    only_wait: _builtins.bool
+    """until the image is whole: nothing is sent, and only `image` is needed"""
     def __init__(
         self,
         *,
@@ -4407,10 +4410,11 @@ class SendRequest(_message.Message):
         target_endpoint: _builtins.str = ...,
         nonce: _builtins.bytes = ...,
         offer_blocks: _builtins.bool = ...,
+        only_wait: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "move", b"move", "nonce", b"nonce", "offer_blocks", b"offer_blocks", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "move", b"move", "nonce", b"nonce", "offer_blocks", b"offer_blocks", "only_wait", b"only_wait", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

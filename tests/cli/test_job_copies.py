@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -53,6 +54,11 @@ class Cluster:
             return pb.PrepareReply(nonce=node.encode(), finds_blocks=node == "node-3")
 
         async def send(request: pb.SendRequest, timeout_s: float) -> AsyncIterator[pb.Progress]:
+            if request.only_wait:
+                await asyncio.sleep(0.01)
+                self.asked.append((node, "whole", request.image))
+                yield pb.Progress(done=True)
+                return
             assert (request.nonce, request.offer_blocks) == (
                 request.target_node.encode(),
                 request.target_node == "node-3",
@@ -166,6 +172,8 @@ async def test_every_copy_is_prepared_sent_kept_and_discarded() -> None:
     assert len({move for _, move in everyone}) == 4
     for call in ("prepare", "send", "keep", "discard"):
         assert cluster.asked_for(call) == everyone, call
+    calls = [call for _, call, _ in cluster.asked if call in {"whole", "send"}]
+    assert calls == ["whole"] * 2 + ["send"] * 4, "no copy before all images are whole: what they have is not sent"
     assert (run.copied_bytes, sum(found for _, found, _ in run.bytes.values())) == (12, 16)
     await run.close()
 
@@ -176,6 +184,9 @@ async def test_record_has_the_node_that_makes_each_image_if_it_signs() -> None:
     run = await inspected(cluster)
     await run.begin_job(1.0)
     assert [part.made_on for part in cluster.begun.participants] == ["node-1", ""]
+    await run.prepare(1.0)
+    await run.send(1.0)
+    assert cluster.asked_for("whole") == [("node-1", run.participants[0].move)], "an older daemon would refuse that"
     await run.close()
 
 

@@ -131,6 +131,11 @@ class StoredImages:
     async def send(self, request: pb.SendRequest) -> AsyncIterator[pb.Progress]:
         """Sends an image to the target of a resumption, or to a buddy; yields progress. The image stays. It may be sent to
         several buddies at the same time. Raises Unreadable if the image cannot be read."""
+        if request.only_wait:
+            parts = await self._saved(request.image)
+            await self._image(request.image)
+            yield pb.Progress(done=True, parts=parts)
+            return
         check_move_id(request.move)
         parts = await self._saved(request.image)
         move_log = await self._image(request.image)

@@ -27,7 +27,7 @@ def images_for(node: Node, move: str) -> tuple[Hashable, Sequence[Path]]:
         other = node.journal.find(image)
         if other is not None and _in_common(copy, other.begin) and node.store.sealed(image):
             with suppress(NotFound):  # dropped in the meantime
-                usable.append(node.store.path(image))  # perhaps without device memory that is still being written
+                usable.append(node.store.path(image))  # perhaps not whole yet, if the driver is older: it does not wait
     return (copy.user_id, copy.job, copy.coordinator), usable
 
 
