@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+from collections.abc import Iterator
 from typing import Any
 
-from integration.harness import PATIENCE_S, Cluster
+from integration.harness import MIGRATOR, PATIENCE_S, Asked, Cluster, until
 
 
 def ask(nodes: Cluster, *arguments: str, expect: int = 0) -> dict[str, Any]:
@@ -20,3 +23,28 @@ def snapshots(nodes: Cluster, job: str) -> list[dict[str, Any]]:
     """The snapshots of a job that count."""
     listed = ask(nodes, "list", "--all")["jobs"]
     return [one for one in listed if (one["job"], one["kind"], one["state"]) == (job, "snapshot", "snapshot")]
+
+
+@contextlib.contextmanager
+def reaching(nodes: Cluster, node: str, point: str, action: str, *arguments: str) -> Iterator[Asked]:
+    """Runs `migrator ARGUMENTS --json`, and the block when a node's daemon has reached a fault point. If the daemon waits
+    there it goes on after the block. The answer is complete after it."""
+    nodes.fault(node, point, action)
+    asked = Asked()
+    with subprocess.Popen(
+        [*MIGRATOR, *arguments, "--json"],
+        env=nodes.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            until(f"{point} on {node}", lambda: nodes.fired(node) or process.poll() is not None)
+            assert process.poll() is None, f"it ended before {point}: {process.communicate()}\n{nodes.logs()}"
+            yield asked
+            if action == "wait":
+                (nodes.run_dir(node) / f"{point}.go").touch()
+            out, asked.errors = process.communicate(timeout=PATIENCE_S)
+            asked.code, asked.answer = process.returncode, json.loads(out)
+        finally:
+            process.kill()

@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 from integration.gpu_nodes import GpuCluster
-from integration.harness import MIGRATOR, PATIENCE_S, Asked, Cluster, Job, until
-from integration.job_commands import ask
+from integration.harness import Asked, Cluster, Job, until
+from integration.job_commands import ask, reaching
 from integration.offloads import LARGE, LARGE_MIB, MIB, part
 
 #: What the fake driver's own memory takes for each process, and a little more for small allocations.
 CONTEXT_MIB = 64 + 2
 
 
-@contextlib.contextmanager
-def asking(nodes: Cluster, node: str, point: str, action: str, *arguments: str) -> Iterator[Asked]:
-    """Asks, and runs the block when a node's daemon has reached a fault point. If the daemon waits there it goes on after the
-    block. The answer is complete after it."""
-    nodes.fault(node, point, action)
-    asked = Asked()
-    with subprocess.Popen(
-        [*MIGRATOR, "job", *arguments, "--json"],
-        env=nodes.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            until(f"{point} on {node}", lambda: nodes.fired(node) or process.poll() is not None)
-            assert process.poll() is None, f"it ended before {point}: {process.communicate()}\n{nodes.logs()}"
-            yield asked
-            if action == "wait":
-                (nodes.run_dir(node) / f"{point}.go").touch()
-            out, asked.errors = process.communicate(timeout=PATIENCE_S)
-            asked.code, asked.answer = process.returncode, json.loads(out)
-        finally:
-            process.kill()
+def asking(
+    nodes: Cluster, node: str, point: str, action: str, *arguments: str
+) -> contextlib.AbstractContextManager[Asked]:
+    """As `reaching`, for `migrator job …`."""
+    return reaching(nodes, node, point, action, "job", *arguments)
 
 
 def start(lab: GpuCluster) -> Job:

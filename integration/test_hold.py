@@ -17,7 +17,7 @@ import pytest
 from integration.configuring import configured
 from integration.gpu_nodes import GpuCluster
 from integration.harness import until
-from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, UNDONE, children, part, start
+from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, children, part, start
 from snapshotd.runtime.faults import Point
 
 #: More than the file system for images may have.
@@ -111,27 +111,6 @@ def image_memory(lab: GpuCluster, node: str, size: str) -> None:
     """Sets the size of the file system in memory that has the node's images."""
     inside = ["nsenter", "--target", str(lab.lab.daemon_pid(node)), "--mount"]
     subprocess.run([*inside, "mount", "-o", f"remount,size={size}", "/run"], check=True)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("node", "point"),
-    [
-        (SOURCE, Point.OFFLOADED),
-        (SOURCE, Point.CHECKPOINTED),
-        (SOURCE, Point.STREAM),
-        (TARGET, Point.REFILLED),
-    ],
-)
-def test_failed_move_gives_the_memory_back_and_a_retry_succeeds(lab: GpuCluster, node: str, point: Point) -> None:
-    job = start(lab, *LARGE)
-    job.await_lines(5)
-    lab.cluster.fault(node, point, "fail")
-    result = lab.cluster.move(job, TARGET, expect=UNDONE)
-    assert "fault injected" in result["reason"]
-    job.await_progress(3)
-    lab.cluster.move(job, TARGET)
-    lab.ends_well(job)
 
 
 def test_target_that_is_restarted_keeps_nothing_on_its_gpu(lab: GpuCluster) -> None:

@@ -1,4 +1,6 @@
-"""Moves of ranks with device memory in files that fail, or during which a process is killed: undone, and memory intact."""
+"""Moves of ranks with device memory in files during which a process is killed, or a GPU is full: undone, and memory intact.
+
+Failures and killed daemons at all points: test_memory_contract.py."""
 
 from __future__ import annotations
 
@@ -31,56 +33,6 @@ HALF_MIB = ("--mib", "240", "--blocks", "2", "--api", "runtime")
 def lab(fake_gpu_files_lab: GpuCluster) -> Iterator[GpuCluster]:
     yield fake_gpu_files_lab
     fake_gpu_files_lab.reset()
-
-
-@pytest.mark.sampled(1, per="node", cover="point")
-@pytest.mark.parametrize(
-    ("node", "point"),
-    [
-        (SOURCE, Point.OFFLOADED),
-        (SOURCE, Point.CHECKPOINTED),
-        (SOURCE, Point.FREEZE),
-        (SOURCE, Point.STREAM),
-        (TARGET, Point.CUDA_RESTORED),
-        (TARGET, Point.REFILLED),
-    ],
-)
-def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: str, point: Point) -> None:
-    job = start(lab, *THREADED)
-    job.await_lines(5)
-    lab.cluster.fault(node, point, "fail")
-    result = lab.cluster.move(job, TARGET, expect=UNDONE)
-    assert "fault injected" in result["reason"]
-    job.await_progress(3)
-    lab.cluster.move(job, TARGET)
-    lab.ends_well(job)
-
-
-@pytest.mark.sampled(1, per="node", cover="point")
-@pytest.mark.parametrize(
-    ("node", "point"),
-    [
-        (SOURCE, Point.OFFLOADED),
-        (SOURCE, Point.CHECKPOINTED),
-        (SOURCE, Point.DUMPING),
-        (SOURCE, Point.STREAM),
-        (TARGET, Point.CUDA_RESTORED),
-        (TARGET, Point.REFILLED),
-        (TARGET, Point.ACTIVATED),
-    ],
-)
-def test_daemon_killed_during_a_move_keeps_memory_intact(lab: GpuCluster, node: str, point: Point) -> None:
-    job = start(lab, *THREADED)
-    job.await_lines(5)
-    lab.cluster.fault(node, point, "kill")
-    with lab.cluster.begin_move(job, TARGET, more=SHORT_LEASE) as asked:
-        until("the fault", lambda: lab.lab.daemon_pid(node) is None)
-        lab.lab.start_daemon(node)
-        out, errors = asked.communicate(timeout=PATIENCE_S)
-    expected = {0, UNDONE} if point == Point.ACTIVATED else {UNDONE}
-    assert asked.returncode in expected, f"{out}{errors}{lab.cluster.logs()}"
-    job.await_progress(3)
-    lab.ends_well(job)
 
 
 @pytest.mark.sampled(1)
