@@ -38,8 +38,9 @@ _STATE = bytes(byte & 0x80 for byte in range(256))
 _ABSENT = re.compile(rb"\0+")
 _SAME = re.compile(rb"\x01+")
 
-#: Pages that are compared at once.
-_BLOCK_PAGES = 128
+#: Pages that are compared at once, and what is noted where all of them are the same.
+_BLOCK_PAGES = 64
+_ALL_SAME = b"\x01" * _BLOCK_PAGES
 
 #: struct pm_scan_arg and struct page_region of linux/fs.h
 _SCAN = struct.Struct("=12Q")
@@ -134,9 +135,7 @@ def unchanged(ranges: Ranges, first: bytearray, *others: bytearray) -> list[Rang
     """The pages of these ranges that are in memory, and have the same frame in all of these readings of them. Raises
     NotSupported if the frame numbers are hidden."""
     numbers = memoryview(first).cast("Q")
-    shown = numbers[:_BLOCK_PAGES].tolist()
-    if shown and (_PRESENT in shown or not any(shown)):
-        raise NotSupported("the kernel does not show the numbers of page frames (CAP_SYS_ADMIN)")
+    _must_be_shown(numbers[:_BLOCK_PAGES].tolist())
     found: list[Range] = []
     at = 0
     for start, end in ranges:
@@ -147,6 +146,12 @@ def unchanged(ranges: Ranges, first: bytearray, *others: bytearray) -> list[Rang
             found += [(before + one * PAGE_BYTES, before + two * PAGE_BYTES) for one, two in runs]
         at += count
     return page_ranges.joined(found)
+
+
+def _must_be_shown(entries: list[int]) -> None:
+    """Raises NotSupported if the kernel hides the numbers of frames. They are all 0 then."""
+    if entries and (_PRESENT in entries or not any(entries)):
+        raise NotSupported("the kernel does not show the numbers of page frames (CAP_SYS_ADMIN)")
 
 
 def _same_in_all(readings: Sequence[bytearray], begin: int, end: int) -> list[tuple[int, int]]:
@@ -181,13 +186,23 @@ class Frames:
         for run in _ABSENT.finditer(kept[7::_ENTRY_BYTES]):
             first, last = run.span()
             kept[first * _ENTRY_BYTES : last * _ENTRY_BYTES] = _NONE * (last - first)
-        self._numbers = memoryview(kept).cast("Q").tolist()
-        if _PRESENT in self._numbers:
-            raise NotSupported("the kernel does not show the numbers of page frames (CAP_SYS_ADMIN)")
+        self._kept = kept
+        if (present := kept[7::_ENTRY_BYTES].find(_STATE[-1])) >= 0:
+            _must_be_shown(memoryview(kept).cast("Q")[present : present + 1].tolist())
 
     def same(self, entries: bytearray) -> list[Range]:
-        """The pages that have the same frame in `entries`, which were read of the same spans."""
-        equal = bytes(map(operator.eq, self._numbers, memoryview(entries).cast("Q").tolist()))
+        """The pages that have the same frame in `entries`, which were read of the same spans. Mostly whole blocks do, which
+        is seen without a look at each page."""
+        kept, equal = self._kept, bytearray(len(entries) // _ENTRY_BYTES)
+        step = _BLOCK_PAGES * _ENTRY_BYTES
+        for at in range(0, len(kept), step):
+            own, theirs = kept[at : at + step], entries[at : at + step]
+            page, count = at // _ENTRY_BYTES, len(own) // _ENTRY_BYTES
+            if own == theirs:  # so all of them are wanted and in memory: no entry is like that of a page that is not
+                equal[page : page + count] = _ALL_SAME[:count]
+            else:
+                numbers = (memoryview(one).cast("Q").tolist() for one in (own, theirs))
+                equal[page : page + count] = bytes(map(operator.eq, *numbers))
         found, at = [], 0
         for start, end in self.spans:
             count = (end - start) // PAGE_BYTES
