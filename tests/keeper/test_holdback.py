@@ -73,7 +73,7 @@ def test_rank_that_was_asked_to_end_is_not_held_back_until_the_next_snapshot() -
 
 
 async def test_protected_rank_ends_at_once_after_ctrl_c(node: Node) -> None:
-    keeper = await node.launch(*python("import time\ntime.sleep(1000)"))
+    keeper = await node.launch("/bin/sleep", "1000")  # Python that is just starting would end with status 1
     link = await node.reported("connected")
     await link.protect()
     await link.hold("m-0123456789ab")

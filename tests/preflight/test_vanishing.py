@@ -87,9 +87,12 @@ def test_rank_that_starts_programs_all_the_time_passes_every_check(rank: Starter
         "for _ in range(4): threading.Thread(target=start, daemon=True).start()"
     )
     for _ in range(20):
-        child.pids[1:] = _children(child.pid)
-        facts, checks = child.inspect()
-        found = {name: check.reason for name, check in checks.items() if check.verdict == Check.REFUSE}
+        for _ in range(source_inspection.LOOKS):  # the daemon looks again as well if processes have begun or ended
+            child.pids[1:] = _children(child.pid)
+            facts, checks = child.inspect()
+            found = {name: check.reason for name, check in checks.items() if check.verdict == Check.REFUSE}
+            if not found or child.pids[1:] == _children(child.pid):
+                break
         # A process between fork and exec shares its parent's descriptors, so nothing but its end can be noticed.
         assert found == {}
         assert len({fact.path for fact in facts.files}) == len(facts.files)
@@ -110,12 +113,19 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("ended", "looks"), [(True, source_inspection.LOOKS), (False, 1)])
-async def test_rank_is_looked_at_again_if_processes_ended_during_a_refused_look(
-    monkeypatch: pytest.MonkeyPatch, ended: bool, looks: int
+@pytest.mark.parametrize(
+    ("lists", "looks"),
+    [
+        ([[1, number] for number in range(100, 200)], source_inspection.LOOKS),
+        ([[1, 2], [1, 2, 3], [1, 2, 3], [1, 2, 3]], 2),
+        ([[1, 2], [1, 2]], 1),
+    ],
+    ids=["began and ended", "began", "neither"],
+)
+async def test_rank_is_looked_at_again_if_its_processes_changed_during_a_refused_look(
+    monkeypatch: pytest.MonkeyPatch, lists: list[list[int]], looks: int
 ) -> None:
     count = 0
-    lists = iter(range(100, 200))
 
     async def look(node: Any, entry: Any, pids: list[int], *, moves: bool) -> source_inspection.Looked:
         nonlocal count
@@ -123,7 +133,7 @@ async def test_rank_is_looked_at_again_if_processes_ended_during_a_refused_look(
         return source_inspection.Looked(RankFacts(), [refused("process-tree", "no parent", "")])
 
     monkeypatch.setattr(source_inspection, "_look", look)
-    group = SimpleNamespace(pids=lambda: [1, next(lists)] if ended else [1, 2])
+    group = SimpleNamespace(pids=lambda: lists.pop(0))
     entry: Any = SimpleNamespace(group=group)
     none: Any = None
     checks = (await source_inspection.look(none, entry, moves=True)).checks

@@ -27,7 +27,7 @@ KEEPER_BACK_S = 5.0
 FRESH_S = 30.0
 #: How many of them are kept: the number of preflights is not limited.
 MAX_LOOKS = 64
-#: How often a rank is looked at before a refusal counts, if processes of it ended during the look.
+#: How often a rank is looked at before a refusal counts, if processes of it began or ended during the look.
 LOOKS = 4
 
 
@@ -72,12 +72,13 @@ async def look(node: Node, entry: RankEntry, *, moves: bool) -> Looked:
     """The facts about a rank, and the checks of preflight on its source. `moves`: False if it is suspended with its job, and
     the image has all of its device memory.
 
-    A refusal may concern a process that ended during the look, or one that only seemed to be without a parent because that
-    ended: jobs start programs that live for milliseconds. The rank is then looked at again."""
+    A refusal may concern a process that ended during the look, one that only seemed to be without a parent because that
+    ended, or one that began and was taken for another rank's: jobs start programs that live for milliseconds. The rank is
+    then looked at again."""
     for _ in range(LOOKS - 1):
         pids = entry.group.pids()
         found = await _look(node, entry, pids, moves=moves)
-        if not preflight.refusals(found.checks) or set(pids) <= set(entry.group.pids()):
+        if not preflight.refusals(found.checks) or set(pids) == set(entry.group.pids()):
             return found
     return await _look(node, entry, entry.group.pids(), moves=moves)
 
