@@ -58,6 +58,7 @@ def test_rank_moves_there_and_back_and_nothing_is_copied_while_it_waits(lab: Gpu
 def test_nodes_need_not_agree(lab: GpuCluster, node: str) -> None:
     """One of them is switched off: it needs host memory for all of it, and nothing else is different."""
     job = start(lab, *LARGE)
+    job.await_lines(3)  # it says so if it has to wait for a daemon that is being restarted
     with configured(lab.cluster, [node], {"hold_device_memory": False}):
         for at, to in ((SOURCE, TARGET), (TARGET, SOURCE)):
             job.await_progress(3)

@@ -86,16 +86,22 @@ def test_rank_that_starts_programs_all_the_time_passes_every_check(rank: Starter
         "    while True: subprocess.run(['/bin/sleep', '0.05'])\n"
         "for _ in range(4): threading.Thread(target=start, daemon=True).start()"
     )
+
+    def look() -> tuple[dict[str, str], bool]:
+        """What is refused, and whether processes began or ended meanwhile."""
+        child.pids[1:] = _children(child.pid)
+        facts, checks = child.inspect()
+        assert len({fact.path for fact in facts.files}) == len(facts.files)
+        found = {name: check.reason for name, check in checks.items() if check.verdict == Check.REFUSE}
+        return found, child.pids[1:] != _children(child.pid)
+
     for _ in range(20):
-        for _ in range(source_inspection.LOOKS):  # the daemon looks again as well if processes have begun or ended
-            child.pids[1:] = _children(child.pid)
-            facts, checks = child.inspect()
-            found = {name: check.reason for name, check in checks.items() if check.verdict == Check.REFUSE}
-            if not found or child.pids[1:] == _children(child.pid):
-                break
+        found, changed = look()
+        for _ in range(source_inspection.LOOKS - 1):  # as the daemon does
+            if found and changed:
+                found, changed = look()
         # A process between fork and exec shares its parent's descriptors, so nothing but its end can be noticed.
         assert found == {}
-        assert len({fact.path for fact in facts.files}) == len(facts.files)
 
 
 def _children(pid: int) -> list[int]:
