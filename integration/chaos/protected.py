@@ -38,7 +38,7 @@ TICK_S = 0.1
 REACH_S = 40.0
 SETTLE_LIMIT_S = 240.0
 ROUNDS_OF_A_JOB = (3, 6)
-#: Every snapshot must lie on three nodes at least: with two there is no majority that could replace a lost coordinator.
+#: Every snapshot lies on three nodes at least. Those on two need a witness: test_job_rollback.py.
 MIN_NODES = 3
 JOBS = ("ddp", "nccl", "nccl-gpu")
 

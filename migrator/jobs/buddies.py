@@ -62,11 +62,9 @@ def _too_few(answering: Sequence[str], copies: int) -> Refused:
 
 def witnesses(keepers: Collection[str], usable: Sequence[str], copies: int) -> list[str]:
     """Nodes that keep no image, and have a vote on which node coordinates the job. With them a majority is left when as many
-    nodes are lost as there are copies, if the cluster has nodes enough. With one copy only the nodes that keep images vote:
-    if these are two, an operator decides. A witness that would make the number of voters even is left out: it would not let
-    them bear one loss more."""
-    if copies == 1:
-        return []
+    nodes are lost as there are copies, if the cluster has nodes enough: without one, two nodes that keep images could not
+    do without an operator. A witness that would make the number of voters even is left out: it would not let them bear one
+    loss more."""
     others = [node for node in usable if node not in keepers]
     count = min(len(others), max(0, 2 * copies + 1 - len(keepers)))
     if count and (len(keepers) + count) % 2 == 0:

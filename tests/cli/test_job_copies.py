@@ -190,11 +190,11 @@ async def test_record_has_the_node_that_makes_each_image_if_it_signs() -> None:
     await run.close()
 
 
-async def test_one_copy_has_no_witness() -> None:
+async def test_two_nodes_that_keep_images_have_a_witness() -> None:
     cluster = Cluster()
     run = await inspected(cluster)
     await run.begin_job(1.0)
-    assert list(cluster.begun.witnesses) == []
+    assert list(cluster.begun.witnesses) == ["node-3"]
     assert all(not part.more_copies for part in cluster.begun.participants)
     await run.close()
 

@@ -67,7 +67,7 @@ def test_too_few_nodes_are_refused_with_the_arithmetic(nodes: str, copies: int, 
 
 def test_witnesses_leave_a_majority_when_as_many_nodes_are_lost_as_there_are_copies() -> None:
     nodes = list("abcdefgh")
-    for copies in (2, 3):
+    for copies in (1, 2, 3):
         for keepers in range(copies + 1, len(nodes) + 1):
             voters = {*nodes[:keepers], *buddies.witnesses(nodes[:keepers], nodes, copies)}
             for lost in itertools.combinations(sorted(voters), copies):
@@ -75,7 +75,9 @@ def test_witnesses_leave_a_majority_when_as_many_nodes_are_lost_as_there_are_cop
 
 
 def test_witnesses_that_do_not_help_are_not_asked() -> None:
-    assert buddies.witnesses("ab", list("abcde"), 1) == [], "with one copy the nodes that keep images decide alone"
+    assert buddies.witnesses("ab", list("abcde"), 1) == ["c"]
+    assert buddies.witnesses("ab", list("ab"), 1) == [], "there is none: an operator decides"
+    assert buddies.witnesses("abc", list("abcde"), 1) == [], "three bear the loss of one"
     assert buddies.witnesses("abc", list("abcd"), 2) == [], "four bear the loss of one, as three do"
     assert buddies.witnesses("abcd", list("abcde"), 2) == ["e"]
     assert buddies.witnesses("abcdef", list("abcdefgh"), 2) == []

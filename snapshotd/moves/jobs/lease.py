@@ -5,7 +5,8 @@ promised, within the last CUT_OFF_S, to follow no other one (promises.py). Each 
 a node to which a majority has promised the same is the only coordinator, and what the former one had on its node has ended.
 As long as two snapshots of a job are kept, a majority is needed of the nodes of each.
 
-With two nodes there is no majority without one of them: no lease is needed, because no other node takes over by itself.
+With two voters there is no majority without one of them: no lease is needed, because no other node takes over by itself. A
+cluster with a third node has a witness.
 """
 
 from __future__ import annotations
