@@ -63,7 +63,7 @@ VARIANTS = (
     Variant("streams", (*_BALLAST, "--streams")),
     Variant("threads", (*_BALLAST, "--threads")),
     Variant("compile", (*_BALLAST, "--compile"), COMPILES),
-    # The same with torch's pool of compiler processes, which move with the rank.
+    # The same with torch's pool of compiler processes, whose workers end before the move.
     Variant("compile-pool", (*_BALLAST, "--compile"), {**COMPILES, "TORCHINDUCTOR_COMPILE_THREADS": "2"}),
 )
 EVERYTHING = Variant(

@@ -28,7 +28,9 @@ enum snapshim_command {
 	 * EBUSY: some threads stay inside the driver */
 	SNAPSHIM_PARK = 1,
 	SNAPSHIM_RELEASE = 2,     /* argument[0]: milliseconds */
-	SNAPSHIM_EMPTY_CACHE = 3, /* argument[0]: milliseconds; result[0]: bytes that torch has released */
+	/* argument[0]: milliseconds; result[0]: bytes that torch has released, [1]: pools of compilers that were told to end their
+	 * workers */
+	SNAPSHIM_EMPTY_CACHE = 3,
 
 	/* NCCL: argument[0]: milliseconds; argument[1]: bytes of the request's text, in the buffer that NCCL_ROOM
 	 * returned; result[0] and [1]: address and bytes of the answer's text. shim/README.md describes the formats. */
@@ -46,7 +48,7 @@ enum snapshim_command {
 
 	/* Device memory that the shim backs, in libsnapshim-offload.so (shim/README.md, "Device memory"); ENOSYS in the
 	 * other. argument[0]: milliseconds. */
-	SNAPSHIM_MEMORY_OPEN = 32,  /* result[0]: a descriptor: the daemon's socket of a fresh pair, [1]: its inode */
+	SNAPSHIM_MEMORY_OPEN = 32, /* result[0]: a descriptor: the daemon's socket of a fresh pair, [1]: its inode */
 	/* argument[1]: stripes, [2]: bytes of a slot, [3]: 1: for HAND_OVER or TAKE_BACK, which need no files, and keep the socket;
 	 * result[0]: bytes that OFFLOAD or FILL will copy */
 	SNAPSHIM_MEMORY_READY = 33,

@@ -49,6 +49,14 @@ class DeviceMemory:
     busy: bool  # a command is under way, perhaps one from before a restart of the daemon
 
 
+@dataclass(frozen=True)
+class Emptied:
+    """What torch has given back."""
+
+    released_bytes: int | None = None  # of its unused device memory; None: it was not asked, or could not
+    pools_told: int = 0  # pools of torch.compile that were told to end their workers
+
+
 class InDriver(Timeout):
     """Threads cannot be parked, because some do not leave the CUDA driver."""
 
@@ -128,17 +136,16 @@ class Mailbox(mailbox.Connection):
             raise self._failure("no copy of it can be made", answer)
         return answer.first
 
-    def empty_cache(self, timeout_s: float) -> int | None:
-        """Releases torch's unused device memory, at the interpreter's safe point. Returns the bytes, or None if skipped."""
+    def empty_cache(self, timeout_s: float) -> Emptied:
+        """Has torch release its unused device memory and end idle compilers, at the interpreter's safe point."""
         try:
             answer = self.ask(Command.EMPTY_CACHE, timeout_s)
         except (GpuFailed, Timeout) as error:
             log.warning("torch's cache in process %d moves with it: %s", self.process.pid, error)
-            return None
+            return Emptied()
         if answer.status:
             log.info("torch's cache in process %d moves with it: %s", self.process.pid, answer.text)
-            return None
-        return answer.first
+        return Emptied(None if answer.status else answer.first, answer.second)
 
     def _failure(self, what: str, answer: Answer) -> SnapshotError:
         text = f"process {self.process.pid} ({mailbox.name(self.process.pid)}): {what}: {answer.text}"

@@ -1,4 +1,4 @@
-"""Free blocks of torch's allocators are given back before the freeze: once more if that has worked."""
+"""Free blocks of torch's allocators are given back before the freeze: once more if that has worked. Idle compilers end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from snapshotd.inprocess.shimctl import Emptied
 from snapshotd.moves.device import cuda_processes, memory
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.moving import Moving
@@ -39,10 +40,42 @@ def test_process_that_does_not_answer_in_time_is_asked_once(
 
     monkeypatch.setattr(cuda_processes, "must_find", must_find)
     monkeypatch.setattr(freeze, "_prepare", prepare)
-    monkeypatch.setattr(memory, "_empty_cache", lambda _process: left.pop(0))
+    monkeypatch.setattr(memory, "_empty_cache", lambda _process: Emptied(left.pop(0)))
     node: Any = SimpleNamespace(gpus=None, caches_left={})
     log: Any = SimpleNamespace(move=MOVE)
     entry: Any = SimpleNamespace(group=SimpleNamespace(pids=lambda: [7]))
     asyncio.run(freeze.make_ready(node, Moving(log), entry, Parts()))
     assert len(answers) - len(left) == asked
     assert node.caches_left == {MOVE: given_back}
+
+
+def test_compilers_are_waited_for_as_long_as_some_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [7, 8, 9, 10]
+    seen: list[list[int]] = []
+
+    async def must_find(_gpus: Any, pids: list[int]) -> list[Process]:
+        seen.append(pids)
+        return [Process(7, 1)]
+
+    async def prepare(*_given: Any) -> None:
+        pass
+
+    def pids() -> list[int]:
+        listed = list(left)
+        if told and len(left) > 2:  # one after the other; 8 is still compiling
+            left.pop()
+        return listed
+
+    told: list[Process] = []
+
+    def empty_cache(process: Process) -> Emptied:
+        told.append(process)
+        return Emptied(None, 1)
+
+    monkeypatch.setattr(cuda_processes, "must_find", must_find)
+    monkeypatch.setattr(freeze, "_prepare", prepare)
+    monkeypatch.setattr(memory, "_empty_cache", empty_cache)
+    node: Any = SimpleNamespace(gpus=None, caches_left={})
+    entry: Any = SimpleNamespace(group=SimpleNamespace(pids=pids))
+    asyncio.run(freeze.make_ready(node, Moving(SimpleNamespace(move=MOVE)), entry, Parts()))  # type: ignore[arg-type]
+    assert seen == [[7, 8, 9, 10], [7, 8]]

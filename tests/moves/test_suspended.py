@@ -10,6 +10,7 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Where
+from snapshotd.inprocess.shimctl import Emptied
 from snapshotd.moves.device import checkpoint_room, cuda_processes, memory, offload
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.source import suspended
@@ -40,8 +41,8 @@ async def test_room_for_device_memory_is_reserved_while_the_rank_runs(
     async def must_find(*_given: Any) -> list[Process]:
         return [Process(7, 1)]
 
-    async def empty_caches(*_given: Any) -> int:
-        return 5
+    async def empty_caches(*_given: Any) -> Emptied:
+        return Emptied(5)
 
     async def prepare(*_given: Any) -> Stripes | None:
         seen.append("stripes")

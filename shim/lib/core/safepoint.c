@@ -1,7 +1,9 @@
-/* Makes torch release its unused device memory, in the interpreter's main thread between two bytecodes.
+/* Makes torch release its unused device memory and end its idle compilers, in the interpreter's main thread between two
+ * bytecodes.
  *
- * A checkpoint would copy the caching allocator's free blocks for nothing. Only the job's main thread may call torch, so
- * the call is queued in the interpreter (Py_AddPendingCall), which makes it when that thread is not inside C code.
+ * A checkpoint would copy the caching allocator's free blocks for nothing, and the processes that torch.compile keeps for the
+ * next compilation. Only the job's main thread may call torch, so the call is queued in the interpreter
+ * (Py_AddPendingCall), which makes it when that thread is not inside C code.
  * Invariant: at most one such call is queued; one that runs after its deadline does nothing; the job's exceptions,
  * references and output are not affected.
  *
@@ -29,6 +31,9 @@ static struct {
 	object *(*PyObject_CallFunction)(object *, const char *, ...);
 	object *(*PyObject_Str)(object *);
 	int (*PyObject_IsTrue)(object *);
+	object *(*PySequence_Tuple)(object *);
+	object *(*PyTuple_GetItem)(object *, ptrdiff_t); /* borrowed */
+	ptrdiff_t (*PyTuple_Size)(object *);
 	long long (*PyLong_AsLongLong)(object *);
 	const char *(*PyUnicode_AsUTF8)(object *);
 	object *(*PyErr_Occurred)(void); /* borrowed */
@@ -55,6 +60,9 @@ static const struct {
 	SYMBOL(PyObject_CallFunction),
 	SYMBOL(PyObject_Str),
 	SYMBOL(PyObject_IsTrue),
+	SYMBOL(PySequence_Tuple),
+	SYMBOL(PyTuple_GetItem),
+	SYMBOL(PyTuple_Size),
 	SYMBOL(PyLong_AsLongLong),
 	SYMBOL(PyUnicode_AsUTF8),
 	SYMBOL(PyErr_Occurred),
@@ -76,6 +84,7 @@ static uint32_t handed_over; /* 1: the interpreter has our call on its list */
 /* Written by the main thread before DONE, read by the control thread after it. */
 static int outcome;
 static long long given_back_bytes;
+static uint64_t pools_told;
 static char reason[256];
 
 static int give_up(int status, const char *why)
@@ -164,6 +173,50 @@ static int empty(object *cuda)
 	return after < 0 ? EIO : 0;
 }
 
+/* Clears an exception. True: it is no Exception, but KeyboardInterrupt or the like, and stays set. */
+static bool interrupted(void)
+{
+	if (python.PyErr_Occurred() && python.PyErr_ExceptionMatches(*python.PyExc_Exception))
+		python.PyErr_Clear();
+	return python.PyErr_Occurred() != NULL;
+}
+
+/* Whether this call can be made: quiesce() takes the lock, and the main thread may have it at this moment. */
+static bool is_free(object *pool)
+{
+	object *lock = python.PyObject_GetAttrString(pool, "write_lock");
+	int locked = lock ? call_truth(lock, "locked") : -1;
+
+	if (lock)
+		python.Py_DecRef(lock);
+	return locked == 0;
+}
+
+/* Has the pools of torch.compile end their workers, as torch itself does when it has compiled nothing for a minute. Those that
+ * compile end when they are done, and torch starts new ones when it needs them. A pool that has no such function, or does not
+ * answer as expected, is left as it is. Afterwards no exception is set, or one that is not an Exception. */
+static void end_idle_compilers(void)
+{
+	object *compiling = python.PyDict_GetItemString(python.PyImport_GetModuleDict(), "torch._inductor.async_compile");
+	object *listed = compiling ? python.PyObject_GetAttrString(compiling, "_pool_set") : NULL;
+	object *pools = listed ? python.PySequence_Tuple(listed) : NULL;
+
+	for (ptrdiff_t i = 0; pools && i < python.PyTuple_Size(pools) && !interrupted(); i++) {
+		object *pool = python.PyTuple_GetItem(pools, i);
+		object *nothing = is_free(pool) ? call(pool, "quiesce", -1) : NULL;
+
+		if (nothing) {
+			python.Py_DecRef(nothing);
+			pools_told++;
+		}
+	}
+	if (pools)
+		python.Py_DecRef(pools);
+	if (listed)
+		python.Py_DecRef(listed);
+	interrupted();
+}
+
 /* Reports and clears the exception that is set if it is an Exception; KeyboardInterrupt and the like stay set. */
 static void swallow_exception(void)
 {
@@ -179,8 +232,7 @@ static void swallow_exception(void)
 	give_up(EIO, utf8 ? utf8 : "torch raised an exception that cannot be printed");
 	if (text)
 		python.Py_DecRef(text);
-	if (python.PyErr_Occurred() && python.PyErr_ExceptionMatches(*python.PyExc_Exception))
-		python.PyErr_Clear();
+	interrupted();
 	for (int i = 0; i < 3; i++)
 		if (parts[i])
 			python.Py_DecRef(parts[i]);
@@ -191,16 +243,19 @@ static int at_the_safe_point(void *argument)
 {
 	uint32_t wanted = WANTED;
 	object *torch, *cuda;
-	int interrupted;
 
 	(void)argument;
 	STORE(&handed_over, 0);
 	if (!SWAP_IF(&state, &wanted, RUNNING))
 		return 0;
 	given_back_bytes = 0;
+	pools_told = 0;
 	reason[0] = 0;
+	end_idle_compilers();
 	torch = python.PyDict_GetItemString(python.PyImport_GetModuleDict(), "torch");
-	if (torch) {
+	if (interrupted()) {
+		outcome = EINTR;
+	} else if (torch) {
 		cuda = python.PyObject_GetAttrString(torch, "cuda");
 		outcome = cuda ? empty(cuda) : EIO;
 		if (cuda)
@@ -209,12 +264,11 @@ static int at_the_safe_point(void *argument)
 		outcome = give_up(ENOENT, "torch is not imported in this process");
 	}
 	swallow_exception();
-	interrupted = python.PyErr_Occurred() != NULL;
-	if (interrupted)
+	if (python.PyErr_Occurred())
 		outcome = give_up(EINTR, "the job was interrupted just then (KeyboardInterrupt or SystemExit)");
 	STORE(&state, DONE);
 	wake_word(&state);
-	return interrupted ? -1 : 0;
+	return outcome == EINTR ? -1 : 0;
 }
 
 static bool look_up(void)
@@ -258,6 +312,7 @@ static int report(void)
 {
 	add_text(reason);
 	snapshim_mailbox.result[0] = outcome == 0 ? (uint64_t)given_back_bytes : 0;
+	snapshim_mailbox.result[1] = pools_told;
 	return outcome;
 }
 

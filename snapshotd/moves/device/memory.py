@@ -17,6 +17,7 @@ from snapshotd.api.errors import GpuFailed, SnapshotError, Timeout, Where
 from snapshotd.cuda.driver import Gpus, Pair, State
 from snapshotd.cuda.inventory import Inventory
 from snapshotd.inprocess import devmem, shimctl
+from snapshotd.inprocess.shimctl import Emptied
 from snapshotd.moves.device.parts import Parts, each
 from snapshotd.moves.device.standstill import LOCK_S, STOP_S, let_go, must_be_parked, parked_ones
 from snapshotd.proc import tree
@@ -39,23 +40,23 @@ class Lost(Exception):
     """The driver has lost a process's device memory: it can never run again."""
 
 
-async def empty_caches(processes: Sequence[Process], parts: Parts) -> int | None:
-    """Returns the caching allocators' free blocks to the driver; the rank keeps running. Returns the bytes, or None if no
-    process could do it, say because its interpreter has reached no safe point in time; never raises."""
+async def empty_caches(processes: Sequence[Process], parts: Parts) -> Emptied:
+    """Returns the caching allocators' free blocks to the driver, and ends idle compilers; the rank keeps running. The bytes
+    are None if no process could do it, say because its interpreter has reached no safe point in time. Never raises."""
     if not processes:
-        return None
+        return Emptied()
     given = await parts.time("empty-cache", each(processes, lambda process: in_thread(_empty_cache, process)))
-    freed = [size for size in given if size is not None]
+    freed = [one.released_bytes for one in given if one.released_bytes is not None]
     parts.all[-1].bytes = sum(freed)
-    return sum(freed) if freed else None
+    return Emptied(sum(freed) if freed else None, sum(one.pools_told for one in given))
 
 
-def _empty_cache(process: Process) -> int | None:
+def _empty_cache(process: Process) -> Emptied:
     try:
         mailbox = shimctl.find(process)
-        return mailbox.empty_cache(EMPTY_CACHE_S) if mailbox is not None else None
+        return mailbox.empty_cache(EMPTY_CACHE_S) if mailbox is not None else Emptied()
     except SnapshotError:  # a child that ends meanwhile has no cache
-        return None
+        return Emptied()
 
 
 async def take_off(

@@ -6,6 +6,7 @@ If a part in between fails, `Departure.thaw` brings the rank back from any state
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Callable, Iterable
@@ -37,20 +38,39 @@ from snapshotd.runtime.spans import span
 log = logging.getLogger(__name__)
 
 FREEZE_S = 20.0
+#: How long workers of torch.compile may take to end, in all and one after the other. The job runs meanwhile.
+COMPILERS_S, COMPILERS_QUIET_S = 1.0, 0.15
 
 
 async def make_ready(node: Node, moving: Moving, entry: RankEntry, parts: Parts) -> None:
-    """Does the work for which the job need not wait: returns free blocks to the driver, and prepares stripes for the rest.
+    """Does the work for which the job need not wait: returns free blocks to the driver, has torch.compile end its idle
+    workers, which otherwise move with the rank, and prepares stripes for the rest.
 
     Done before the gates close: behind a gate the interpreter reaches no safe point, and all ranks of the job wait."""
     processes = await cuda_processes.must_find(node.gpus, entry.group.pids())
-    left_bytes = await memory.empty_caches(processes, parts)
+    emptied = await memory.empty_caches(processes, parts)
+    left_bytes = emptied.released_bytes
     node.caches_left[moving.log.move] = left_bytes or 0
+    if emptied.pools_told:
+        with span("end compilers"):
+            await _compilers_ended(entry.group)
+        processes = await cuda_processes.must_find(node.gpus, entry.group.pids())
     await _prepare(node, moving, processes, parts)
     if moving.offload is not None and left_bytes is not None:
         # That took a while, and the job may have filled the caches again. One that did not answer in time is not asked again.
-        left_bytes = max(left_bytes, await memory.empty_caches(processes, parts) or 0)
+        again = await memory.empty_caches(processes, parts)
+        left_bytes = max(left_bytes, again.released_bytes or 0)
     node.caches_left[moving.log.move] = left_bytes or 0
+
+
+async def _compilers_ended(group: Cgroup) -> None:
+    """Waits until no more processes end. Workers need some milliseconds for that; those that compile stay."""
+    began_s = last_s = host.boottime_s()
+    count = len(group.pids())
+    while (now_s := host.boottime_s()) < min(began_s + COMPILERS_S, last_s + COMPILERS_QUIET_S):
+        await asyncio.sleep(0.01)
+        if (left := len(group.pids())) < count:
+            count, last_s = left, now_s
 
 
 async def freeze(

@@ -33,6 +33,25 @@ def make(initialized: bool = True, capturing: bool = False, failure: BaseExcepti
     sys.modules["torch"] = torch
 
 
+class Pool:
+    """Of compilers, as torch's SubprocPool."""
+
+    def __init__(self, failure: BaseException | None = None) -> None:
+        self.write_lock, self.failure = threading.Lock(), failure
+
+    def quiesce(self) -> None:
+        with self.write_lock:
+            CALLS.append("quiesce")
+        if self.failure is not None:
+            raise self.failure
+
+
+def make_pools(*pools: object) -> None:
+    compiling = types.ModuleType("torch._inductor.async_compile")
+    vars(compiling)["_pool_set"] = {*pools}
+    sys.modules[compiling.__name__] = compiling
+
+
 def busy_until_told() -> None:
     """Runs only bytecode: nothing here releases the interpreter's lock."""
     received: list[str] = []
