@@ -8,7 +8,12 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from integration.harness import MIGRATOR, PATIENCE_S, Asked, Cluster, until
+
+#: Each of these tests takes minutes, and all of them take half of the suite's time.
+WHOLE_JOBS = pytest.mark.sampled(18, group="whole jobs")
 
 
 def ask(nodes: Cluster, *arguments: str, expect: int = 0) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import pytest
 
 from integration.configuring import configured
 from integration.harness import MIGRATOR, Cluster, until
-from integration.job_commands import ask
+from integration.job_commands import WHOLE_JOBS, ask
 from integration.torch_jobs import HOMES, TorchLab, at_rest
 from snapshotd.transport.pace import BURST_S
 
-pytestmark = [pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.root, pytest.mark.slow, WHOLE_JOBS]
 
 SPARE = "spare-1"
 #: Weights that are equal in all ranks at every moment. Those that are trained differ within a step.

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from integration.harness import MIGRATOR, WORKLOADS, Cluster, Job, until
+from integration.job_commands import WHOLE_JOBS
 from snapshotd.runtime.faults import Point
 from tests.installation import readable_copy, readable_python
 
-pytestmark = [pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.root, pytest.mark.slow, WHOLE_JOBS]
 
 ONE, TWO = "node-1", "node-2"
 #: More than is copied into an image: only a descriptor keeps it.

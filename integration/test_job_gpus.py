@@ -11,12 +11,12 @@ import pytest
 from integration.configuring import configured
 from integration.gpu_nodes import GpuCluster
 from integration.harness import until
-from integration.job_commands import ask
+from integration.job_commands import WHOLE_JOBS, ask
 from integration.job_device_memory import CONTEXT_MIB, sizes, snapshot_and_rollback, start
 from integration.offloads import LARGE, LARGE_MIB, MIB, UNDONE, part
 from snapshotd.runtime.faults import Point
 
-pytestmark = [pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.root, pytest.mark.slow, WHOLE_JOBS]
 
 ONE, TWO, SPARE = "node-1", "node-2", "spare-1"
 

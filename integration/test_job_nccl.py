@@ -12,11 +12,11 @@ import pytest
 
 from integration.gpu_nodes import GpuCluster
 from integration.harness import MIGRATOR, PATIENCE_S, Cluster, until
-from integration.job_commands import ask
+from integration.job_commands import WHOLE_JOBS, ask
 from integration.nccl_nodes import NcclJob, unsettled
 from snapshotd.runtime.faults import Point
 
-pytestmark = [pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.root, pytest.mark.slow, WHOLE_JOBS]
 
 ONE, TWO, THREE, SPARE = "node-1", "node-2", "node-3", "spare-1"
 UNDONE = 11

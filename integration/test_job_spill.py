@@ -14,14 +14,14 @@ import pytest
 
 from integration.gpu_nodes import GpuCluster
 from integration.harness import PATIENCE_S, Cluster, until
-from integration.job_commands import ask, snapshots
+from integration.job_commands import WHOLE_JOBS, ask, snapshots
 from integration.job_device_memory import asking, kill, sizes, start
 from integration.offloads import LARGE_MIB, MIB, UNDONE, part
 from integration.torch_jobs import TorchJob, TorchLab, at_rest
 from snapshotd.runtime.faults import Point
 from snapshotd.transport.image.store import MOVE_NAME
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900), WHOLE_JOBS]
 
 ONE, TWO = "node-1", "node-2"
 #: Of /run, which has the images: less than a rank of torch has.

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from integration.harness import MIGRATOR, PATIENCE_S, WORKLOADS, Cluster, Job, everything_below, until
-from integration.job_commands import ask
+from integration.job_commands import WHOLE_JOBS, ask
 from integration.torch_jobs import TorchJob, TorchLab, at_rest
 from snapshotd.runtime.faults import Point
 from tests.sampling import Sampler
 
-pytestmark = [pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.root, pytest.mark.slow, WHOLE_JOBS]
 
 ONE, TWO, SPARE = "node-1", "node-2", "spare-1"
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 
 from integration.harness import PATIENCE_S, SHORT_LEASE, Cluster, Job, until
-from integration.job_commands import ask
+from integration.job_commands import WHOLE_JOBS, ask
 from integration.job_device_memory import asking
 from integration.offloads import UNDONE
 from snapshotd.runtime.faults import Point
 from tests.kernel import needs_page_scans
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900), needs_page_scans]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900), needs_page_scans, WHOLE_JOBS]
 
 ONE = "node-1"
 MIB = 96

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from integration.harness import MIGRATOR, Cluster, until
-from integration.job_commands import ask, snapshots
+from integration.job_commands import WHOLE_JOBS, ask, snapshots
 from integration.torch_jobs import HOMES, TorchLab, at_rest
 from snapshotd.api.errors import Refused
 from snapshotd.runtime.faults import Point
 
-pytestmark = [pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.root, pytest.mark.slow, WHOLE_JOBS]
 
 ONE, TWO, THREE, FOUR = HOMES
 SPARE = "spare-1"

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from integration.harness import Cluster, until
+from integration.job_commands import WHOLE_JOBS
 from integration.torch_jobs import HOMES, TorchLab, at_rest
 from snapshotd.api.errors import Unreadable
 from snapshotd.moves import description
 from snapshotd.transport.image.store import MOVE_NAME
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900), WHOLE_JOBS]
 
 ONE, TWO, *_ = HOMES
 SPARE = "spare-1"
