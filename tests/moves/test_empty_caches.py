@@ -13,6 +13,7 @@ from snapshotd.moves.device import cuda_processes, memory
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.source import freeze
+from snapshotd.proc import host
 from snapshotd.proc.tree import Process
 
 MOVE = "m-0123456789ab"
@@ -50,8 +51,11 @@ def test_process_that_does_not_answer_in_time_is_asked_once(
 
 
 def test_compilers_are_waited_for_as_long_as_some_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = [7, 8, 9, 10]
+    """One ends after the other, with a tenth of a second in between; once another program begins just then."""
+    listed = [*[[7, 8, 9, 10]] * 10, *[[7, 8, 9, 20]] * 10, [7, 8, 20], [7, 8]]
     seen: list[list[int]] = []
+    told: list[Process] = []
+    now_s = 0.0
 
     async def must_find(_gpus: Any, pids: list[int]) -> list[Process]:
         seen.append(pids)
@@ -60,13 +64,12 @@ def test_compilers_are_waited_for_as_long_as_some_end(monkeypatch: pytest.Monkey
     async def prepare(*_given: Any) -> None:
         pass
 
-    def pids() -> list[int]:
-        listed = list(left)
-        if told and len(left) > 2:  # one after the other; 8 is still compiling
-            left.pop()
-        return listed
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
 
-    told: list[Process] = []
+    def pids() -> list[int]:
+        return listed.pop(0) if told and len(listed) > 1 else listed[0]
 
     def empty_cache(process: Process) -> Emptied:
         told.append(process)
@@ -74,6 +77,8 @@ def test_compilers_are_waited_for_as_long_as_some_end(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(cuda_processes, "must_find", must_find)
     monkeypatch.setattr(freeze, "_prepare", prepare)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(host, "boottime_s", lambda: now_s)
     monkeypatch.setattr(memory, "_empty_cache", empty_cache)
     node: Any = SimpleNamespace(gpus=None, caches_left={})
     entry: Any = SimpleNamespace(group=SimpleNamespace(pids=pids))

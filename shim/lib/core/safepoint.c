@@ -181,20 +181,37 @@ static bool interrupted(void)
 	return python.PyErr_Occurred() != NULL;
 }
 
-/* Whether this call can be made: quiesce() takes the lock, and the main thread may have it at this moment. */
-static bool is_free(object *pool)
+/* -1: an exception is set. */
+static int attribute_truth(object *owner, const char *name)
 {
-	object *lock = python.PyObject_GetAttrString(pool, "write_lock");
-	int locked = lock ? call_truth(lock, "locked") : -1;
+	object *value = python.PyObject_GetAttrString(owner, name);
+	int truth = value ? python.PyObject_IsTrue(value) : -1;
 
+	if (value)
+		python.Py_DecRef(value);
+	return truth;
+}
+
+/* Whether torch would make this call by itself, given time: the user may have switched that off, and then there is no timer.
+ * Not while something is being compiled: the pool's former workers would go on beside new ones. And quiesce() takes the lock,
+ * which the main thread may have at this moment. */
+static bool is_idle(object *pool)
+{
+	object *lock;
+	int locked;
+
+	if (attribute_truth(pool, "timer") != 1 || attribute_truth(pool, "pending_futures") != 0)
+		return false;
+	lock = python.PyObject_GetAttrString(pool, "write_lock");
+	locked = lock ? call_truth(lock, "locked") : -1;
 	if (lock)
 		python.Py_DecRef(lock);
 	return locked == 0;
 }
 
-/* Has the pools of torch.compile end their workers, as torch itself does when it has compiled nothing for a minute. Those that
- * compile end when they are done, and torch starts new ones when it needs them. A pool that has no such function, or does not
- * answer as expected, is left as it is. Afterwards no exception is set, or one that is not an Exception. */
+/* Has the pools of torch.compile that are idle end their workers, as torch itself does when it has compiled nothing for a minute.
+ * It starts new ones when it needs them. A pool that has no such function, or does not answer as expected, is left as it is.
+ * Afterwards no exception is set, or one that is not an Exception. */
 static void end_idle_compilers(void)
 {
 	object *compiling = python.PyDict_GetItemString(python.PyImport_GetModuleDict(), "torch._inductor.async_compile");
@@ -203,7 +220,7 @@ static void end_idle_compilers(void)
 
 	for (ptrdiff_t i = 0; pools && i < python.PyTuple_Size(pools) && !interrupted(); i++) {
 		object *pool = python.PyTuple_GetItem(pools, i);
-		object *nothing = is_free(pool) ? call(pool, "quiesce", -1) : NULL;
+		object *nothing = is_idle(pool) ? call(pool, "quiesce", -1) : NULL;
 
 		if (nothing) {
 			python.Py_DecRef(nothing);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import RankGone, Refused, Where
@@ -51,4 +52,8 @@ async def must_find(gpus: Gpus, pids: Sequence[int]) -> list[Process]:
     found, refusals = await find(gpus, pids)
     for check in refusals:
         raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_RUNNING)
-    return [Process.of(pid) for pid in found.cuda_pids] if found is not None else []
+    holders = []
+    for pid in found.cuda_pids if found is not None else ():
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            holders.append(Process.of(pid))
+    return holders

@@ -60,17 +60,19 @@ async def make_ready(node: Node, moving: Moving, entry: RankEntry, parts: Parts)
         # That took a while, and the job may have filled the caches again. One that did not answer in time is not asked again.
         again = await memory.empty_caches(processes, parts)
         left_bytes = max(left_bytes, again.released_bytes or 0)
+        if again.pools_told:
+            await _compilers_ended(entry.group)
     node.caches_left[moving.log.move] = left_bytes or 0
 
 
 async def _compilers_ended(group: Cgroup) -> None:
     """Waits until no more processes end. Workers need some milliseconds for that; those that compile stay."""
     began_s = last_s = host.boottime_s()
-    count = len(group.pids())
-    while (now_s := host.boottime_s()) < min(began_s + COMPILERS_S, last_s + COMPILERS_QUIET_S):
+    known = set(group.pids())
+    while host.boottime_s() < min(began_s + COMPILERS_S, last_s + COMPILERS_QUIET_S):
         await asyncio.sleep(0.01)
-        if (left := len(group.pids())) < count:
-            count, last_s = left, now_s
+        if known - (known := set(group.pids())):
+            last_s = host.boottime_s()
 
 
 async def freeze(

@@ -36,8 +36,10 @@ def make(initialized: bool = True, capturing: bool = False, failure: BaseExcepti
 class Pool:
     """Of compilers, as torch's SubprocPool."""
 
-    def __init__(self, failure: BaseException | None = None) -> None:
+    def __init__(self, failure: BaseException | None = None, timer: bool = True, pending: int = 0) -> None:
         self.write_lock, self.failure = threading.Lock(), failure
+        self.timer = object() if timer else None
+        self.pending_futures = dict.fromkeys(range(pending))
 
     def quiesce(self) -> None:
         with self.write_lock:
