@@ -147,6 +147,7 @@ class Snapshot(Suspension):
     async def send(self, timeout_s: float) -> None:
         """All copies of a rank at once: the snapshot counts when the last one is there. None before all images are whole:
         what another rank has as well is found on its node, and not sent."""
+        ends_s = time.monotonic() + timeout_s
 
         async def await_image(part: pb.Participant) -> None:
             request = pb.SendRequest(image=part.move, only_wait=True)
@@ -163,7 +164,8 @@ class Snapshot(Suspension):
                 nonce=self.prepared[copy.move].nonce,
                 offer_blocks=self.prepared[copy.move].finds_blocks,
             )
-            async for progress in (await self.client(part.node)).source.Send(request, timeout_s=timeout_s):
+            left_s = max(0.1, ends_s - time.monotonic())
+            async for progress in (await self.client(part.node)).source.Send(request, timeout_s=left_s):
                 self.sent("copy", copy.move, progress)
                 self.add_parts(progress.parts)
 

@@ -57,6 +57,22 @@ def test_only_wanted_pages_are_compared() -> None:
     assert frames.same(numbers) == wanted
 
 
+def test_same_pages_of_many_blocks_are_found() -> None:
+    """Blocks that are the same as a whole, that differ in a page at either end, and that have absent or unwanted pages."""
+    spans = [pages(7, 307)]
+    own = [PRESENT | number for number in range(1, 301)]
+    own[130] = 0  # not in memory
+    theirs = list(own)
+    assert Frames(spans, entries(*own), spans).same(entries(*theirs)) == [pages(7, 137), pages(138, 307)]
+    for at in (63, 64, 127, 299):
+        theirs[at] = PRESENT | 9999
+    expected = [pages(7, 70), pages(72, 134), pages(135, 137), pages(138, 306)]
+    assert Frames(spans, entries(*own), spans).same(entries(*theirs)) == expected
+    wanted = [pages(7, 10), pages(100, 300)]
+    expected = [pages(7, 10), pages(100, 134), pages(135, 137), pages(138, 300)]
+    assert Frames(spans, entries(*own), wanted).same(entries(*theirs)) == expected
+
+
 def test_frames_that_the_kernel_hides_are_not_compared() -> None:
     with pytest.raises(NotSupported, match="CAP_SYS_ADMIN"):
         Frames([pages(0, 2)], entries(PRESENT, PRESENT), [pages(0, 2)])
