@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 #: A page that was swapped out arrives within milliseconds, on a busy disk within seconds.
 LIMIT_S = 10.0
 #: A child starts in a tenth of a second; many at a time on a busy machine take longer.
-START_S = 10.0
+START_S = 30.0
 #: How long a process that did not answer is refused at once.
 SILENT_S = 60.0
 #: How many children wait for the next request.
@@ -137,7 +137,7 @@ class _Children:
             helper = self._take(ids, writes=writes)
             try:
                 if helper.ids is None:
-                    helper.become(ids, START_S, writes=writes)
+                    self._become(helper, pid, ids, writes=writes)
                 answer = helper.ask(request, limit_s)
             except TimeoutError as error:
                 self._drop(helper)
@@ -155,6 +155,16 @@ class _Children:
         raise Internal(
             f"the memory of process {pid} cannot be read: the child that reads it ends at once: {output or 'no output'}"
         )
+
+    def _become(self, helper: _Child, pid: int, ids: Ids, *, writes: bool) -> None:
+        try:
+            helper.become(ids, START_S, writes=writes)
+        except TimeoutError as error:  # the process is not to blame
+            raise Timeout(
+                f"the child that reads the memory of process {pid} did not start within {START_S:.0f} s",
+                remedy="retry when the node is less busy",
+                where=Where.UNKNOWN,
+            ) from error
 
     def close(self) -> None:
         with self._lock:

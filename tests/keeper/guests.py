@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -155,7 +156,8 @@ class Way:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         link = self.guest.links.find(self.uid, "guest")
         if link is not None:
-            await link.relay(up=False)
+            with contextlib.suppress(RankGone):  # its guest has ended, too
+                await link.relay(up=False)
 
     async def _carry(self, source: Node, source_role: str, target: Node, target_role: str) -> None:
         while True:

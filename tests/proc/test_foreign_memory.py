@@ -304,3 +304,15 @@ def test_attributes_in_memory_are_those_of_stat(tmp_path: Path) -> None:
         )
     with pytest.raises(FileNotFoundError):
         fuse.stat_in_memory(str(tmp_path / "nothing"))
+
+
+def test_child_that_does_not_start_in_time_is_not_held_against_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = foreign_memory._Children()
+    monkeypatch.setattr(foreign_memory, "_children", children)
+    with monkeypatch.context() as patch:
+        patch.setattr(foreign_memory, "START_S", 0.001)
+        with pytest.raises(Timeout, match="did not start within") as raised:
+            foreign_memory.read_file(os.getpid(), "maps", 10)
+    assert "less busy" in raised.value.advice
+    assert foreign_memory.read_file(os.getpid(), "maps", 10)
+    children.close()

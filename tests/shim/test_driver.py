@@ -91,6 +91,7 @@ def test_threads_of_the_driver_keep_running_with_all_signals_blocked(job: Job, h
 )
 def test_visible_devices_are_noted_when_the_driver_starts(job: Job, set_before: str, visible: str | None) -> None:
     """As a program sets them itself, and not as it changes them later, when CUDA does not read them any more."""
+    until(lambda: job.mailbox().fields().owner == job.pid, "its control thread, without which nothing is known")
     assert job.mailbox().state().visible is None
     _do(job, f"{set_before}; driver = ctypes.CDLL(folder + '/libcuda.so.1'); driver.cuInit(0)")
     assert job.mailbox().state().visible == visible

@@ -165,7 +165,8 @@ class Proxy:
     def cut(self) -> None:
         """Cuts all connections at once."""
         for writer in self._writers:
-            writer.transport.abort()
+            with contextlib.suppress(AttributeError):  # asyncio's, if the connection has ended by itself meanwhile
+                writer.transport.abort()
         self._writers.clear()
 
     def cut_source(self) -> None:
