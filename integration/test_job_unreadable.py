@@ -128,6 +128,7 @@ def test_copy_is_used_if_the_link_between_the_image_and_its_target_is_cut(torch_
     nodes.move(job.agents[0], SPARE, rank=1)  # so that its target reaches its launcher
     taken = _job(nodes, "snapshot", job.name)
     assert next(rank["copies"] for rank in taken["ranks"] if rank["rank"] == 1) == [ONE]
+    assert taken["unsigned_on"] == [], "all nodes have this version"
     job.await_progress(2)
     image = _image(nodes, SPARE, TWO)
     nodes.lab.partition(SPARE, FOUR)

@@ -46,6 +46,7 @@ class JobRun(ABC):
         self.participants: list[pb.Participant] = []
         self.nodes: list[pb.NodeAddresses] = []
         self.witnesses: list[str] = []  # of a snapshot: nodes that keep none of it, and have a vote
+        self.unsigned_on: list[str] = []  # … nodes whose copies will be refused at a rollback: they keep no signatures
         self.asked_copies = 0  # of a snapshot: how many of each image the job is to have; 0: as the cluster file says
         self.nccl = False  # ranks are in NCCL communicators
         self.pause_s = 0.0  # of a snapshot: from the cut until all ranks went on
@@ -351,5 +352,6 @@ def _result(run: JobRun, verdict: JobVerdict, reason: str, state: str, error: Sn
         warnings=run.warnings,
         changed_files=sorted(run.changed_files, key=lambda one: (one.rank, one.path)),
         unreadable_images=sorted(run.unreadable, key=lambda one: (one.rank, one.node)),
+        unsigned_on=run.unsigned_on,
         unsent_images=sorted(run.unsent, key=lambda one: (one.rank, one.node)),
     )
