@@ -19,7 +19,7 @@ from snapshotd.transport.image.store import MOVE_NAME
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900), WHOLE_JOBS]
 
-ONE, TWO, *_ = HOMES
+ONE, TWO, *_, FOUR = HOMES
 SPARE = "spare-1"
 
 
@@ -114,6 +114,33 @@ def test_copy_that_its_node_has_changed_is_refused_and_the_next_one_is_used(torc
         job.await_progress(2)
     finally:
         nodes.lab.boot(SPARE)
+    job.end.touch()
+    job.assert_whole()
+    torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)
+    until("nothing to be left", lambda: not nodes.leftovers())
+
+
+def test_copy_is_used_if_the_link_between_the_image_and_its_target_is_cut(torch_lab: TorchLab) -> None:
+    """The operator, and the coordinator, reach both nodes."""
+    nodes = torch_lab.cluster
+    job = torch_lab.plain("ddp.py", "--pace-s", "0.3", "--until", "{end}", nodes=(ONE, TWO), name="unsent")
+    job.await_steps(3)
+    nodes.move(job.agents[0], SPARE, rank=1)  # so that its target reaches its launcher
+    taken = _job(nodes, "snapshot", job.name)
+    assert next(rank["copies"] for rank in taken["ranks"] if rank["rank"] == 1) == [ONE]
+    assert taken["unsigned_on"] == [], "all nodes have this version"
+    job.await_progress(2)
+    image = _image(nodes, SPARE, TWO)
+    nodes.lab.partition(SPARE, FOUR)
+    try:
+        back = _job(nodes, "rollback", job.name, "--on", f"1={FOUR}")
+        (bad,) = back["unsent_images"]
+        assert (bad["rank"], bad["node"], bad["image"], bad["target"]) == (1, SPARE, image.name, FOUR), bad
+        assert back["unreadable_images"] == []
+        assert {rank["rank"]: (rank["node"], rank["from"]) for rank in back["ranks"]} == {0: (ONE, ONE), 1: (FOUR, ONE)}
+        job.await_progress(2)
+    finally:
+        nodes.lab.heal(SPARE, FOUR)
     job.end.touch()
     job.assert_whole()
     torch_lab.assert_as_undisturbed(job, "ddp.py", world=2)

@@ -37,8 +37,8 @@ every node of the cluster end it (Job.EndRanks). A node records that it is over 
 copies on their way to it do not run either, and answers only when none is left, bound or not. Home keepers stay; for them
 the rank is away. When every node has answered, the record is settled, and the job is suspended: its images are those of
 the snapshot, of each rank the image or the copy. It is resumed by the table RESUME, as often as it takes: an attempt in which
-an image turns out to be unreadable, or not what its maker has signed, is undone, and the next one uses another copy. The
-snapshot stays, and a newer one replaces it.
+an image turns out to be unreadable, or not what its maker has signed, or does not reach its target, is undone, and the next
+one uses another copy. The snapshot stays, and a newer one replaces it.
 
 **Another coordinator.** A coordinator that leaves records first that it never rolls the job back again (Job.HandOver). Then
 its successor gets the record, and after that all nodes obey the successor, each after asking the former one.

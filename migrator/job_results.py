@@ -52,8 +52,8 @@ class ChangedFile:
 
 
 @dataclass(frozen=True)
-class UnreadableImage:
-    """An image of a rank that cannot be read, or is not what was stored."""
+class BadImage:
+    """An image of a rank from which it was not restored."""
 
     rank: int
     node: str
@@ -62,7 +62,27 @@ class UnreadableImage:
 
     @property
     def text(self) -> str:
-        return f"rank {self.rank}: the image on {self.node} cannot be used: {self.reason}"
+        return f"rank {self.rank}: the image on {self.node} {self._what}: {self.reason}"
+
+    @property
+    def _what(self) -> str:
+        return "cannot be used"
+
+
+@dataclass(frozen=True)
+class UnreadableImage(BadImage):
+    """It cannot be read, or is not what was stored."""
+
+
+@dataclass(frozen=True)
+class UnsentImage(BadImage):
+    """It did not reach the target."""
+
+    target: str
+
+    @property
+    def _what(self) -> str:
+        return f"did not reach {self.target}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +110,22 @@ class JobResult:
     warnings: list[str] = field(default_factory=list)
     changed_files: list[ChangedFile] = field(default_factory=list)  # rollback
     unreadable_images: list[UnreadableImage] = field(default_factory=list)  # rollback: copies were used instead
+    unsent_images: list[UnsentImage] = field(default_factory=list)  # … or tried
+    unsigned_on: list[str] = field(default_factory=list)  # snapshot: nodes whose copies will be refused at a rollback
+
+    @property
+    def bad_images(self) -> list[BadImage]:
+        return [*self.unreadable_images, *self.unsent_images]
+
+    @property
+    def unsigned_copies(self) -> str:
+        """A warning, if there are some."""
+        if not self.unsigned_on:
+            return ""
+        return (
+            f"a rollback will refuse the copies on {', '.join(self.unsigned_on)}: an older version of snapshotd runs there,"
+            " which does not keep what the rank's node has signed. Install the new version there, then take a snapshot"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -119,6 +155,8 @@ class JobResult:
             "warnings": self.warnings,
             "changed_files": [asdict(one) for one in self.changed_files],
             "unreadable_images": [asdict(one) for one in self.unreadable_images],
+            "unsent_images": [asdict(one) for one in self.unsent_images],
+            "unsigned_on": self.unsigned_on,
             "reason": self.reason,
             "state": self.state,
             "error": self.error_code,

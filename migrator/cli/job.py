@@ -226,9 +226,9 @@ async def _run(cluster: Cluster, what: str, asked: JobOptions, *, as_json: bool)
 
 
 def _show(result: JobResult) -> None:
-    for warning in result.warnings:
+    for warning in (*result.warnings, *filter(None, [result.unsigned_copies])):
         print(f"{output.styled('warning:', 'yellow', sys.stderr)} {formatting.plain(warning)}", file=sys.stderr)
-    for image in result.unreadable_images:
+    for image in result.bad_images:
         print(f"{output.styled('warning:', 'yellow', sys.stderr)} {formatting.plain(image.text)}", file=sys.stderr)
     count = f"{len(result.ranks)} rank{'s' if len(result.ranks) != 1 else ''}"
     took = formatting.seconds(result.seconds)

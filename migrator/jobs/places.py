@@ -1,16 +1,22 @@
 """Which of the nodes that keep an image of a rank is asked for it. Pure.
 
 Every rank of a snapshot has an image on the node where it was made, and copies on others. Whether an image can be read is
-known only when it is sent or restored. Then the attempt is undone, and the next one does without that image.
+known only when it is sent or restored. Then the attempt is undone, and the next one does without that image. Whether a node
+can send its image to the target is known no sooner either. One failure is enough for the next attempt to use another image:
+that is as good, and how long the failure lasts is not known. After failures of all of them the rollback ends as undone, and
+whoever repeats it begins with the first again: what has failed may work by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from migrator.job_results import UnreadableImage
-from snapshotd.api.errors import Unreadable, Where
+from snapshotd.api.errors import Damaged, Denied, Internal, NotFound, Timeout, Unreachable, Unreadable, Where
+
+#: How the way of an image to a target that answers can fail. Other errors concern the target alone, such as Full.
+OF_THE_WAY = (Unreachable, Timeout, Damaged, Denied, NotFound, Internal)
 
 
 class Place(Protocol):
@@ -23,9 +29,32 @@ class Place(Protocol):
 Kept = TypeVar("Kept", bound=Place)
 
 
-def in_order(kept: Iterable[Kept], answering: Collection[str], unreadable: Collection[str]) -> list[Kept]:
-    """The places to ask, best first. `kept`: the image, then its copies. `unreadable`: images that are of no use."""
-    return sorted((one for one in kept if one.move not in unreadable), key=lambda one: one.node not in answering)
+def in_order(
+    kept: Iterable[Kept], answering: Collection[str], unreadable: Collection[str], unsent: Collection[str] = ()
+) -> list[Kept]:
+    """The places to ask, best first. `kept`: the image, then its copies. `unreadable`: images that are of no use. `unsent`:
+    those that did not arrive."""
+    left = (one for one in kept if one.move not in unreadable)
+    return sorted(left, key=lambda one: (one.move in unsent, one.node not in answering))
+
+
+def goes_on(
+    failed: Sequence[tuple[int, str]],
+    kept: Mapping[int, Collection[str]],
+    unreadable: Collection[str],
+    unsent: Collection[str],
+) -> bool:
+    """Whether another attempt is made after one that has failed because of these images: number of the rank, and image.
+    `kept`: all images of each rank. `unreadable`, `unsent`: what was known before the attempt, and what it has found.
+
+    An unreadable image is not used again, so there is an end. For one that did not arrive there must be another one that has
+    not been tried, and it must be the first time: a node with an untried one may not answer."""
+
+    def may_help(rank: int, image: str) -> bool:
+        left = set(kept[rank]) - set(unreadable) - set(unsent)
+        return image in unreadable or (bool(left) and list(unsent).count(image) == 1)
+
+    return bool(failed) and all(may_help(*one) for one in failed)
 
 
 def none_left(

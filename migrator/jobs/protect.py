@@ -23,6 +23,7 @@ from migrator.jobs.finding import all_jobs, mine_of
 from migrator.jobs.postponing import Postponing
 from migrator.jobs.recall import recall
 from migrator.jobs.tries import Tries
+from migrator.results import Event
 from migrator.rollbacks import all_rollbacks, described
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Ambiguous, SnapshotError
@@ -134,6 +135,7 @@ class Protection:
         self.stands_by, self.first_s = stands_by, first_s
         self.postponing = postponing or Postponing()
         self._said_no = ""  # why there is no snapshot
+        self._said_unsigned = ""  # which copies are of no use
         self.said_s = 0.0  # the interval that was announced last
         self.sight = Sight()
         self.tries = Tries(tries)
@@ -276,6 +278,9 @@ class Protection:
         self.recalled, self.boots, self._said_no = True, boots, ""
         self.tries.snapshot(time.monotonic())
         self.say(f"snapshot {result.record}: {result.bytes >> 20} MiB, paused {result.pause_s:.2f} s")
+        if result.unsigned_copies not in ("", self._said_unsigned):
+            self.say(f"warning: {result.unsigned_copies}")
+        self._said_unsigned = result.unsigned_copies
         return result.pause_s
 
     def _no_snapshot(self, why: str) -> None:
@@ -289,10 +294,16 @@ class Protection:
         if trouble != self.trouble:
             self.trouble = trouble
             self.say(f"{trouble}: rolling the job back")
-        boots = await self._boots()
+        boots, said = await self._boots(), list[str]()
+
+        def hear(event: Event) -> None:
+            if event.kind == "note":
+                said.append(event.text)
+                self.say(event.text)
+
         try:
             asked = replace(self.options, reason=trouble, down_for_s=down_for_s, lease_s=LEASE_S)
-            result = await jobs.rollback(self.cluster, asked, lambda event: None)
+            result = await jobs.rollback(self.cluster, asked, hear)
         except SnapshotError as error:
             if error.message != self.refusal:
                 self.refusal = error.message
@@ -303,8 +314,9 @@ class Protection:
             self.say(f"the job could not be rolled back yet: {result.reason}")
             return
         self.tries.rolled_back(time.monotonic())
-        for image in result.unreadable_images:
-            self.say(image.text)
+        for image in result.bad_images:
+            if image.text not in said:
+                self.say(image.text)
         for file in result.changed_files:
             self.say(f"rank {file.rank}: {file.text}")
         self.boots = boots

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from migrator.cluster import Cluster
 from migrator.driver.peers import node_addresses, node_infos
+from migrator.fan_out import ASK_TIMEOUT_S
 from migrator.find_rank import find_node
 from migrator.image_copies import copies_of
 from migrator.job_protocol import RESUME, UNDO_RESUME, JobVerdict
-from migrator.job_results import ChangedFile, JobOptions, JobResult, RankPlace, UnreadableImage
+from migrator.job_results import BadImage, ChangedFile, JobOptions, JobResult, RankPlace, UnreadableImage, UnsentImage
 from migrator.jobs import connections, homes, places
 from migrator.jobs.connections import Sockets
 from migrator.jobs.walk import JobRun, drive, each, new_id
@@ -49,6 +51,7 @@ class Resumption(JobRun):
             part.rank_uid: part.made_on for part in record.participants
         }  # of a snapshot; empty: does not sign
         self.nonces: dict[str, bytes] = {}  # by move
+        self.failed: list[BadImage] = []  # the images for which the attempt was given up
 
     def _participant(self, part: pb.Participant) -> pb.Participant:
         target = self.options.on.get(part.rank, part.node)
@@ -95,17 +98,20 @@ class Resumption(JobRun):
         infos = await node_infos(self.cluster)
         self.nodes = await node_addresses(self.cluster, infos)
         copies = {part.rank_uid: copies_of(part) for part in self.suspended.participants}
-        earlier = {one.image for one in self.unreadable}
+        unreadable, unsent = {one.image for one in self.unreadable}, {one.image for one in self.unsent}
+        again = {one.rank for one in self.unreadable} | {one.rank for one in self.unsent}
 
         async def ask(part: pb.Participant) -> None:
             own = pb.ImageCopy(move=part.image, node=part.image_node, endpoint=part.image_endpoint)
             others: list[SnapshotError] = []
-            for one in places.in_order([own, *copies[part.rank_uid]], infos, earlier):
+            for one in places.in_order([own, *copies[part.rank_uid]], infos, unreadable, unsent):
                 try:
                     await read(part, one)
+                    if part.rank in again:
+                        self.reporter.note(f"rank {part.rank}: using the image on {part.image_node} now")
                     return
                 except Unreadable as error:
-                    self._cannot_use(part, error)
+                    self.unreadable.append(self._unreadable(part, error))
                 except SnapshotError as error:
                     others.append(error)
             if not any(one.rank == part.rank for one in self.unreadable):
@@ -136,23 +142,38 @@ class Resumption(JobRun):
                 f" {part.image_node}: that node could have changed it"
             )
 
-    def _cannot_use(self, part: pb.Participant, error: Unreadable) -> None:
-        self.unreadable.append(UnreadableImage(part.rank, part.image_node, part.image, error.message))
+    def _unreadable(self, part: pb.Participant, error: Unreadable) -> UnreadableImage:
+        return UnreadableImage(part.rank, part.image_node, part.image, error.message)
 
-    async def _each_image(self, ask: Callable[[pb.Participant], Awaitable[None]]) -> None:
-        """Asks for all ranks, also after an image could not be read: the next attempt has to know all that are bad."""
-        failed: list[Unreadable] = []
+    async def _each_image(self, ask: Callable[[pb.Participant], Awaitable[None]], *, on_its_way: bool) -> None:
+        """Asks for all ranks, also after an image was of no use: the next attempt has to know all that are. `on_its_way`: the
+        node that has the image takes part."""
+        failed: list[tuple[BadImage, SnapshotError]] = []
 
         async def one(part: pb.Participant) -> None:
             try:
                 await ask(part)
             except Unreadable as error:
-                self._cannot_use(part, error)
-                failed.append(error)
+                self.unreadable.append(self._unreadable(part, error))
+                failed.append((self.unreadable[-1], error))
+            except places.OF_THE_WAY as error:
+                if not on_its_way or not await self._answers(part.node):
+                    raise
+                self.unsent.append(
+                    UnsentImage(part.rank, part.image_node, part.image, error.headline, target=part.node)
+                )
+                failed.append((self.unsent[-1], error))
 
         await each(self.participants, one)
         if failed:
-            raise failed[0]
+            self.failed = [bad for bad, _ in failed]
+            raise failed[0][1]
+
+    async def _answers(self, node: str) -> bool:
+        with contextlib.suppress(SnapshotError):
+            await (await self.client(node)).node.GetNode(pb.GetNodeRequest(), timeout_s=ASK_TIMEOUT_S)
+            return True
+        return False
 
     async def examine(self, timeout_s: float) -> None:
         checks: list[tuple[str, pb.Check]] = []
@@ -198,7 +219,7 @@ class Resumption(JobRun):
             reply = await (await self.client(part.node)).target.Prepare(request, timeout_s=timeout_s)
             self.nonces[part.move] = reply.nonce
 
-        await each(self.participants, ask)
+        await self._each_image(ask, on_its_way=True)  # the target asks the node that has the image for its certificate
 
     async def send(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
@@ -212,7 +233,7 @@ class Resumption(JobRun):
             async for progress in (await self.client(part.image_node)).source.Send(request, timeout_s=timeout_s):
                 self.sent("send", part.move, progress)
 
-        await self._each_image(ask)
+        await self._each_image(ask, on_its_way=True)
 
     async def restore(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
@@ -225,7 +246,7 @@ class Resumption(JobRun):
                 for one in reply.changed_files
             ]
 
-        await self._each_image(ask)
+        await self._each_image(ask, on_its_way=False)
 
     async def activate(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
@@ -256,15 +277,23 @@ async def bring_back(
     on_event: Callable[[Event], None],
     unreadable: Sequence[UnreadableImage] = (),
 ) -> JobResult:
-    """Resumes a job. An attempt in which an image turns out to be unreadable is undone, and repeated with the next copy.
-    Raises Unreadable if a rank has none left. `unreadable`: images that are known to be of no use."""
-    began, known = time.monotonic(), list(unreadable)
+    """Resumes a job. An attempt in which an image turns out to be unreadable, or does not arrive, is undone, and repeated
+    with the next copy (`places.goes_on`). Raises Unreadable if a rank has none left. `unreadable`: images that are known to
+    be of no use."""
+    began, known, unsent = time.monotonic(), list(unreadable), list[UnsentImage]()
+    kept = {part.rank: [part.move, *(copy.move for copy in copies_of(part))] for part in record.participants}
     while True:
         run = Resumption(cluster, options, coordinator, record, on_event)
-        run.began, run.unreadable = began, list(known)
+        run.began, run.unreadable, run.unsent = began, list(known), list(unsent)
         result = await drive(run)
-        if result.outcome is not JobVerdict.UNDONE or result.error_code != Unreadable.code:
+        if result.outcome is not JobVerdict.UNDONE or not run.failed:
             return result
-        for one in run.unreadable[len(known) :]:
-            run.reporter.note(one.text)
-        known, options = run.unreadable, replace(options, record="")
+        found: list[BadImage] = [*run.unreadable[len(known) :], *run.unsent[len(unsent) :]]
+        for bad in found:
+            run.reporter.note(bad.text)
+        known, unsent, options = run.unreadable, run.unsent, replace(options, record="")
+        failed = [(one.rank, one.image) for one in run.failed]
+        late = options.timeout_s is not None and time.monotonic() - began >= options.timeout_s
+        if late or not places.goes_on(failed, kept, [one.image for one in known], [one.image for one in unsent]):
+            tried = "; ".join(one.text for one in unsent)
+            return replace(result, reason=tried) if len(unsent) > 1 else result

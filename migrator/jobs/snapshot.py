@@ -112,6 +112,9 @@ class Snapshot(Suspension):
                 raise self._full(copy.node, error) from error
 
         await each(self.copies, ask)
+        self.unsigned_on = sorted(
+            {copy.node for part, copy in self.copies if part.made_on and not self.prepared[copy.move].keeps_signatures}
+        )
 
     def _full(self, node: str, error: Full) -> Full:
         ranks = [str(part.rank) for part, copy in self.copies if copy.node == node]

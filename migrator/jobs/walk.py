@@ -14,7 +14,7 @@ from migrator import asked_rank
 from migrator.cluster import Cluster
 from migrator.driver.reporter import Reporter
 from migrator.job_protocol import JobStep, JobVerdict, index_of, undo_plan
-from migrator.job_results import ChangedFile, JobOptions, JobResult, RankPlace, UnreadableImage
+from migrator.job_results import ChangedFile, JobOptions, JobResult, RankPlace, UnreadableImage, UnsentImage
 from migrator.results import Event, PhaseTime
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
@@ -46,6 +46,7 @@ class JobRun(ABC):
         self.participants: list[pb.Participant] = []
         self.nodes: list[pb.NodeAddresses] = []
         self.witnesses: list[str] = []  # of a snapshot: nodes that keep none of it, and have a vote
+        self.unsigned_on: list[str] = []  # … nodes whose copies will be refused at a rollback: they keep no signatures
         self.asked_copies = 0  # of a snapshot: how many of each image the job is to have; 0: as the cluster file says
         self.nccl = False  # ranks are in NCCL communicators
         self.pause_s = 0.0  # of a snapshot: from the cut until all ranks went on
@@ -57,6 +58,7 @@ class JobRun(ABC):
         self.warnings: list[str] = []
         self.changed_files: list[ChangedFile] = []  # after a rollback
         self.unreadable: list[UnreadableImage] = []  # a resumption does without them
+        self.unsent: list[UnsentImage] = []  # … and uses others first
         self.unconfirmed: list[str] = []  # ranks whose nodes have not confirmed the undo, and why
         self._clients: dict[str, DaemonClient] = {}
         self._opened = contextlib.AsyncExitStack()
@@ -350,4 +352,6 @@ def _result(run: JobRun, verdict: JobVerdict, reason: str, state: str, error: Sn
         warnings=run.warnings,
         changed_files=sorted(run.changed_files, key=lambda one: (one.rank, one.path)),
         unreadable_images=sorted(run.unreadable, key=lambda one: (one.rank, one.node)),
+        unsigned_on=run.unsigned_on,
+        unsent_images=sorted(run.unsent, key=lambda one: (one.rank, one.node)),
     )

@@ -2788,9 +2788,12 @@ class PrepareReply(_message.Message):
     NONCE_FIELD_NUMBER: _builtins.int
     GPU_PAIRS_FIELD_NUMBER: _builtins.int
     FINDS_BLOCKS_FIELD_NUMBER: _builtins.int
+    KEEPS_SIGNATURES_FIELD_NUMBER: _builtins.int
     nonce: _builtins.bytes
     finds_blocks: _builtins.bool
     """chunks may be offered by the digests of their blocks (snapshotd/transport/image/blocks.py)"""
+    keeps_signatures: _builtins.bool
+    """of images that it keeps for snapshots (MadeImage): without, the image is refused later"""
     @_builtins.property
     def gpu_pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuPair]:
         """for every GPU of the source node; the new ones are reserved until the move ends"""
@@ -2801,10 +2804,11 @@ class PrepareReply(_message.Message):
         nonce: _builtins.bytes = ...,
         gpu_pairs: _abc.Iterable[Global___GpuPair] | None = ...,
         finds_blocks: _builtins.bool = ...,
+        keeps_signatures: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finds_blocks", b"finds_blocks", "gpu_pairs", b"gpu_pairs", "nonce", b"nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finds_blocks", b"finds_blocks", "gpu_pairs", b"gpu_pairs", "keeps_signatures", b"keeps_signatures", "nonce", b"nonce"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 
 from migrator import jobs
+from migrator.cli import job
 from migrator.find_rank import Found
 from migrator.image_copies import copies_of, nodes_of, set_copies
-from migrator.job_results import JobOptions
+from migrator.job_protocol import JobVerdict
+from migrator.job_results import JobOptions, JobResult
 from migrator.jobs.finding import JobEntry
+from migrator.jobs.protect import Protection
 from migrator.jobs.snapshot import Snapshot
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Full, Refused, Undone, Unreachable
@@ -33,7 +36,7 @@ class Cluster:
         self.snapshot_copies = snapshot_copies
         self.silent: set[str] = set()
         self.full: set[str] = set()
-        self.old: set[str] = set()  # nodes that do not sign images
+        self.old: set[str] = set()  # nodes that do not sign images, and keep no signatures
         self.asked: list[tuple[str, str, str]] = []  # node, call, move
         self.begun = pb.BeginJobRequest()
 
@@ -51,7 +54,9 @@ class Cluster:
             self.asked.append((node, "prepare", request.move))
             if node in self.full:
                 raise Full(f"{request.move} needs 40 MiB for its images, 30 MiB are free")
-            return pb.PrepareReply(nonce=node.encode(), finds_blocks=node == "node-3")
+            return pb.PrepareReply(
+                nonce=node.encode(), finds_blocks=node == "node-3", keeps_signatures=node not in self.old
+            )
 
         async def send(request: pb.SendRequest, timeout_s: float) -> AsyncIterator[pb.Progress]:
             if request.only_wait:
@@ -188,6 +193,54 @@ async def test_record_has_the_node_that_makes_each_image_if_it_signs() -> None:
     await run.send(1.0)
     assert cluster.asked_for("whole") == [("node-1", run.participants[0].move)], "an older daemon would refuse that"
     await run.close()
+
+
+@pytest.mark.parametrize(
+    ("old", "named"), [((), []), (("node-3", "node-4"), ["node-3", "node-4"]), (("node-1", "node-3"), ["node-1"])]
+)
+async def test_nodes_that_keep_no_signature_are_named(old: tuple[str, ...], named: list[str]) -> None:
+    """A copy of an image that is not signed, as that of an old node-1, is not refused for that."""
+    cluster = Cluster()
+    cluster.old = set(old)
+    run = await inspected(cluster, 2)
+    assert {place.rank: place.copies for place in run.places()} == {0: ("node-2", "node-3"), 1: ("node-1", "node-4")}
+    await run.prepare(1.0)
+    assert run.unsigned_on == named
+    await run.close()
+
+
+def taken(*unsigned_on: str) -> JobResult:
+    return JobResult("m-1", "night", 7, "node-1", JobVerdict.SNAPSHOTTED, [], 1.0, unsigned_on=list(unsigned_on))
+
+
+def test_copies_that_will_be_refused_are_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    job._show(taken("node-3", "node-4"))
+    said = capsys.readouterr().err
+    assert "a rollback will refuse the copies on node-3, node-4: an older version" in said
+    assert "Install the new version there, then take a snapshot" in said
+    assert taken("node-3").to_json()["unsigned_on"] == ["node-3"]
+    job._show(taken())
+    assert capsys.readouterr().err == ""
+
+
+async def test_protection_warns_of_such_copies_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    found = [taken("node-3"), taken("node-3"), taken(), taken("node-3")]
+
+    async def snapshot(*_: object) -> JobResult:
+        return found.pop(0)
+
+    async def boots() -> dict[str, str]:
+        return {}
+
+    cluster: Any = Cluster()
+    protection = Protection(cluster, JobOptions("night"), 60.0, 3, said.append)
+    monkeypatch.setattr(protection, "_boots", boots)
+    monkeypatch.setattr(jobs, "snapshot", snapshot)
+    while found:
+        await protection._take()
+    warnings = [number for number, text in enumerate(said) if "will refuse the copies on node-3" in text]
+    assert warnings == [1, 5], said
 
 
 async def test_two_nodes_that_keep_images_have_a_witness() -> None:

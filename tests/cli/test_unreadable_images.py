@@ -2,138 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from migrator.job_protocol import JobVerdict
-from migrator.job_results import JobOptions, JobResult, UnreadableImage
+from migrator.job_results import UnreadableImage
 from migrator.jobs import places
-from migrator.jobs.resume import bring_back
 from migrator.jobs.rollback import _places
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import NotFound, SnapshotError, Unreachable, Unreadable, Where
-
-PARTS = [
-    pb.Participant(
-        rank_uid=f"night-{rank}",
-        rank=rank,
-        move=f"own-{rank}",
-        node=f"node-{rank + 1}",
-        copy=f"copy-{rank}",
-        copy_node=f"node-{2 - rank}",
-        more_copies=[pb.ImageCopy(move=f"more-{rank}", node="node-3")],
-    )
-    for rank in (0, 1)
-]
-RECORD = pb.JobRecord(record="m-00000000000b", job="night", user_id=7, kind="rollback", participants=PARTS)
-
-
-class Cluster:
-    """Three nodes. Images fail at the call that the test names."""
-
-    def __init__(self, **bad: str) -> None:
-        self.nodes = {f"node-{number}": f"10.0.0.{number}:7070" for number in (1, 2, 3)}
-        self.labels: dict[str, dict[str, str]] = {}
-        self.bad = {image.replace("_", "-"): call for image, call in bad.items()}
-        self.lost: set[str] = set()  # images that their nodes do not have any more
-        self.asked: list[tuple[str, str]] = []  # call, image
-        self.image_of: dict[str, str] = {}  # by move
-        self.records: list[str] = []
-        self.running: set[str] = set()  # moves
-        self.made_on: dict[str, str] = {}  # by image: what its node says; else the node of the rank
-        self.prepared: list[pb.PrepareRequest] = []
-
-    def _fail(self, call: str, image: str) -> None:
-        self.asked.append((call, image))
-        if image in self.lost:
-            raise NotFound(f"no image {image}")
-        if self.bad.get(image) == call:
-            raise Unreadable(f"the image {image} of rank {image[-1]}: Input/output error")
-
-    @asynccontextmanager
-    async def client(self, node: str) -> AsyncIterator[Any]:
-        async def image(request: pb.MoveRequest, timeout_s: float) -> pb.StoredImage:
-            self._fail("read", request.move)
-            rank = int(request.move[-1])
-            facts = pb.RankFacts(source_node=self.made_on.get(request.move, f"node-{rank + 1}"))
-            facts.rank.CopyFrom(pb.Rank(uid=f"night-{rank}", job="night", rank=rank, user_id=7))
-            return pb.StoredImage(facts=facts)
-
-        async def examine(request: pb.ExamineRequest, timeout_s: float) -> pb.ExamineReply:
-            return pb.ExamineReply()
-
-        async def begin(request: pb.BeginJobRequest, timeout_s: float) -> pb.BeginJobReply:
-            self.records.append(request.record)
-            for part in request.participants:
-                self.image_of[part.move] = part.image
-            return pb.BeginJobReply()
-
-        async def prepare(request: pb.PrepareRequest, timeout_s: float) -> pb.PrepareReply:
-            self.prepared.append(request)
-            return pb.PrepareReply(nonce=b"nonce")
-
-        async def send(request: pb.SendRequest, timeout_s: float) -> AsyncIterator[pb.Progress]:
-            self._fail("send", request.image)
-            yield pb.Progress(bytes_sent=3, bytes_expected=3, done=True)
-
-        async def restore(request: pb.MoveRequest, timeout_s: float) -> pb.RestoreReply:
-            self._fail("restore", self.image_of[request.move])
-            return pb.RestoreReply()
-
-        async def commit(request: pb.MoveRequest, timeout_s: float) -> pb.Outcome:
-            return pb.Outcome(kind=pb.COMMIT)
-
-        async def abort(request: pb.AbortRequest, timeout_s: float, retry: bool) -> pb.Outcome:
-            return pb.Outcome(kind=pb.ABORT)
-
-        async def activate(request: pb.TokenRequest, timeout_s: float, retry: bool) -> pb.ActivateReply:
-            self.running.add(request.move)
-            return pb.ActivateReply(running=True)
-
-        async def discard(request: pb.TokenRequest, timeout_s: float) -> pb.DiscardReply:
-            return pb.DiscardReply()
-
-        async def copy(request: pb.MoveRequest, timeout_s: float) -> pb.Copy:
-            return pb.Copy(state=pb.Copy.DISCARDED)
-
-        yield SimpleNamespace(
-            source=SimpleNamespace(GetImage=image, Send=send),
-            target=SimpleNamespace(
-                Examine=examine, Prepare=prepare, Restore=restore, Activate=activate, Discard=discard, GetCopy=copy
-            ),
-            job=SimpleNamespace(Begin=begin, Commit=commit, Abort=abort),
-        )
-
-    async def back(self, known: tuple[UnreadableImage, ...] = (), record: pb.JobRecord = RECORD) -> JobResult:
-        cluster: Any = self
-        return await bring_back(cluster, JobOptions("night"), "node-1", record, lambda event: None, known)
-
-    @property
-    def used(self) -> list[str]:
-        return sorted(self.image_of[move] for move in self.running)
+from snapshotd.api.errors import Unreadable, Where
+from tests.cli.kept_copies import RECORD, Cluster, use
 
 
 @pytest.fixture(autouse=True)
 def _nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def infos(cluster: Any) -> dict[str, pb.NodeInfo]:
-        return {node: pb.NodeInfo(name=node) for node in cluster.nodes}
-
-    async def addresses(cluster: Any, infos: Any) -> list[pb.NodeAddresses]:
-        return []
-
-    async def kept_on(cluster: Any, nodes: Any) -> tuple[dict[str, set[str]], dict[str, SnapshotError]]:
-        return {}, {}
-
-    module = sys.modules["migrator.jobs.resume"]
-    monkeypatch.setattr(module, "node_infos", infos)
-    monkeypatch.setattr(module, "node_addresses", addresses)
-    monkeypatch.setattr(module.homes, "kept_on", kept_on)
+    use(monkeypatch)
 
 
 async def test_image_of_the_own_node_is_used_if_it_can_be_read() -> None:
@@ -197,20 +82,6 @@ async def test_copy_that_is_gone_is_named_beside_the_unreadable_image() -> None:
     cluster.lost = {"copy-1", "more-1"}
     with pytest.raises(Unreadable, match="own-1 of rank 1: Input/output error; no image copy-1; no image more-1"):
         await cluster.back()
-
-
-async def test_other_failures_do_not_use_another_copy() -> None:
-    cluster = Cluster()
-    cluster.lost = {"own-0"}  # between the two calls
-
-    def read_only(call: str, image: str) -> None:
-        if (call, image) == ("send", "own-0"):
-            raise Unreachable("node-1 does not answer")
-
-    cluster._fail = read_only  # type: ignore[method-assign]
-    result = await cluster.back()
-    assert (result.outcome, result.error_code, result.unreadable_images) == (JobVerdict.UNDONE, "unreachable", [])
-    assert len(cluster.records) == 1
 
 
 async def test_rollback_is_not_decided_if_no_image_of_a_rank_can_be_read() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import os
 import shutil
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +17,12 @@ import pytest
 
 from migrator import pki
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Unreadable, Where
+from snapshotd.api.errors import Timeout, Unreadable, Where
 from snapshotd.moves import description
 from snapshotd.moves.jobs import made_image
 from snapshotd.moves.jobs.succession import Succession
 from snapshotd.moves.rules import Mark
+from snapshotd.transport.image import stall
 from tests.moves.kept_images import FILES, Keeping, keeping
 
 IMAGE, COPY, RESUMED = "m-000000000001", "m-000000000002", "m-000000000003"
@@ -54,6 +60,50 @@ async def test_image_with_a_file_that_cannot_be_read_is_not_sent(
     assert (await node.send(IMAGE, RESUMED))[-1].done
     for name, sent in FILES.items():
         assert (node.received.path(RESUMED) / name).read_bytes() == sent
+
+
+async def test_image_on_a_disk_that_does_not_answer_is_given_up(
+    node: Keeping, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another node that keeps it can send it then. What waits for the disk is left behind."""
+    monkeypatch.setattr(stall, "STALLED_S", 0.5)
+    node.keep(IMAGE)
+    path = node.file(IMAGE, "pages-1.img")
+    path.unlink()
+    os.mkfifo(path)  # a thread that opens it hangs
+    began_s = time.monotonic()
+    sending = asyncio.create_task(node.send(IMAGE, RESUMED))
+    try:
+        await asyncio.wait([sending], timeout=20)
+        assert sending.done()
+        with pytest.raises(Timeout, match=f"node-1 has sent nothing of the image {IMAGE} to node-3 for"):
+            await sending
+        assert time.monotonic() - began_s >= 0.5
+        assert IMAGE in caplog.text
+    finally:
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+
+
+async def test_image_that_waits_for_the_disk_of_the_target_is_not_given_up(
+    node: Keeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That disk is watched as well, by what it has written."""
+    monkeypatch.setattr(stall, "STALLED_S", 0.5)
+
+    @contextlib.asynccontextmanager
+    async def slow(*whom: str) -> AsyncIterator[Any]:
+        async with answers(*whom) as client:
+
+            async def seal(request: pb.SealRequest, timeout_s: float) -> pb.SealReply:
+                await asyncio.sleep(1.5)
+                reply: pb.SealReply = await client.target.Seal(request, timeout_s)
+                return reply
+
+            yield SimpleNamespace(target=SimpleNamespace(Seal=seal))
+
+    answers, node.node.client = node.node.client, slow
+    node.keep(IMAGE)
+    assert (await node.send(IMAGE, RESUMED))[-1].done
 
 
 async def test_image_whose_folder_is_gone_is_not_sent(node: Keeping) -> None:

@@ -320,8 +320,10 @@ async def test_digest_is_that_of_the_content_wherever_holes_are(
         file.write(content[45_000:50_000])
         file.truncate(len(content))
     assert sparse.stat().st_blocks < dense.stat().st_blocks
-    one, other = await made_image.contents([dense, sparse], 4)
+    seen: list[int] = []
+    one, other = await made_image.contents([dense, sparse], 4, seen=seen.append)
     assert (one.size, one.digest) == (other.size, other.digest)
+    assert len(content) < sum(seen) < 2 * len(content), "of the second one, the holes are not read"
     for at in (0, 20_000, 49_999, len(content) - 1):
         dense.write_bytes(content[:at] + b"c" + content[at + 1 :])
         (changed,) = await made_image.contents([dense], 2)

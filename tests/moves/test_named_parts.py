@@ -18,7 +18,7 @@ from snapshotd.moves.journal import Journal
 from snapshotd.moves.record import Begin
 from snapshotd.moves.record_parts import ImageCopy, JobPart
 from snapshotd.moves.rules import Mark
-from snapshotd.moves.target import copies
+from snapshotd.moves.target import copies, steps
 from snapshotd.transport.image.spill import SpillingStore
 
 RECORD, COPY, MINE, VICTIM = (f"m-{number:012x}" for number in (1, 2, 3, 4))
@@ -121,6 +121,11 @@ async def test_node_of_a_copy_knows_how_many_the_job_is_to_have(tmp_path: Path) 
     buddy.record.mark(Mark.BEGUN, asked_copies=2)
     await buddy.prepare()
     assert buddy.journal.get(COPY).whole().asked_copies == 2
+
+
+async def test_node_of_a_copy_says_that_it_keeps_its_signature(tmp_path: Path) -> None:
+    """Older versions do not. The driver warns of their copies."""
+    assert steps._prepared(await Buddy(tmp_path).prepare()).keeps_signatures
 
 
 async def test_copy_that_is_meant_for_another_node_or_is_no_copy_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.diagnosis.copies import copy_limit
 from snapshotd.moves.jobs.pacing import Pacing
 from snapshotd.moves.jobs.sending import Sending
@@ -100,10 +101,9 @@ async def test_limited_stream_counts_what_it_sends_and_waits_until_the_limit_is_
 @pytest.mark.parametrize("committed", [False, True])
 async def test_images_that_are_sent_to_resume_a_job_have_no_limit(committed: bool) -> None:
     """Those of a snapshot that counts are sent for a rollback, the others to a buddy."""
-    node: Any = SimpleNamespace(config=config("1MB/s"), store_of=lambda _begin: SimpleNamespace(path=Path))
+    node: Any = SimpleNamespace(config=config("1MB/s", node="a"), store_of=lambda _begin: SimpleNamespace(path=Path))
     move_log: Any = SimpleNamespace(move=IMAGE, committed=committed, begin=None)
-    nothing: Any = None
-    sending = Sending(node, move_log, nothing, pacing := Pacing())
+    sending = Sending(node, move_log, pb.SendRequest(target_node="b"), pacing := Pacing())
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[list[Stream]]:

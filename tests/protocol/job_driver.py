@@ -17,7 +17,7 @@ from migrator.job_protocol import (
     index_of,
     undo_plan,
 )
-from migrator.jobs.places import in_order
+from migrator.jobs.places import goes_on, in_order
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.moves.rules import Outcome
 from tests.protocol.job_model import JobModel
@@ -64,9 +64,13 @@ class Attempt:
         at: str = NODES[0],
         buddies: Sequence[Sequence[str]] = BUDDIES,
         unreadable: Collection[str] = (),
+        unsent: Collection[str] = (),
     ) -> None:
-        """`at`: the node that coordinates it. `unreadable`: images that an earlier attempt has found to be of no use."""
-        self.unreadable, self.exhausted = set(unreadable), False
+        """`at`: the node that coordinates it. `unreadable`: images that an earlier attempt has found to be of no use.
+        `unsent`: those that did not reach the target then."""
+        self.unreadable, self.unsent, self.exhausted = set(unreadable), list(unsent), False
+        self.failed: list[tuple[int, str]] = []  # rank and image
+        self.kept: dict[int, list[str]] = {}  # by rank
         self.model, self.name, self.suspension, self.at, self.buddies = model, name, suspension, at, buddies
         self.table, self.undo = (RESUME, UNDO_RESUME) if suspension else (SUSPEND, UNDO_SUSPEND)
         self.stores, self.moves = [node for _, node in model.running()], [f"{name}-0", f"{name}-1"]
@@ -83,7 +87,8 @@ class Attempt:
         kept = [(part[0], part[1]), *(known.copies[rank] if known.copies else [])]
         answering = [node for node in NODES if model.up[node] and node not in model.cut]
         images = [pb.ImageCopy(node=node, move=move) for node, move in kept]
-        found = [(one.node, one.move) for one in in_order(images, answering, self.unreadable)]
+        self.kept[rank] = [move for _, move in kept]
+        found = [(one.node, one.move) for one in in_order(images, answering, self.unreadable, self.unsent)]
         self.exhausted = self.exhausted or not found
         there = [one for one in found if one[0] in answering and (not known.copies or one in model.kept)]
         return (there or found or kept)[0]
@@ -141,15 +146,20 @@ class Attempt:
                 if not patient:
                     raise
             return
-        bad: list[Unreadable] = []
+        bad: list[Lost | Refused] = []
         for rank, request in [(of, one) for of in (0, 1) for one in self.requests(step, rpc, of)]:
             try:
                 self.model.call(DRIVER, *request)
             except Unreadable as error:
                 self.unreadable.add(self.images[rank])
+                self.failed.append((rank, self.images[rank]))
                 bad.append(error)
-            except (Lost, Refused):
-                if not patient:
+            except (Lost, Refused) as error:
+                if rpc == "send" and self.suspension and self.model.up[self.nodes[rank]]:
+                    self.unsent.append(self.images[rank])
+                    self.failed.append((rank, self.images[rank]))
+                    bad.append(error)
+                elif not patient:
                     raise
         if bad:
             raise bad[0]
@@ -218,14 +228,15 @@ class RollingBack:
 
     def _bring_back(self, record: str) -> str:
         """As `migrator/jobs/resume.py`."""
-        unreadable: set[str] = set()
+        unreadable, unsent = set[str](), list[str]()
         while True:
-            name = f"{self.name}-resume" + (str(len(unreadable)) if unreadable else "")
-            attempt = Attempt(self.model, name, record, self.to, self.at, unreadable=unreadable)
+            bad = len(unreadable) + len(unsent)
+            name = f"{self.name}-resume" + (str(bad) if bad else "")
+            attempt = Attempt(self.model, name, record, self.to, self.at, unreadable=unreadable, unsent=unsent)
             found = attempt.run()
-            if found != "undone" or attempt.unreadable == unreadable:
+            unreadable, unsent = attempt.unreadable, attempt.unsent
+            if found != "undone" or not goes_on(attempt.failed, attempt.kept, unreadable, unsent):
                 return found
-            unreadable = attempt.unreadable
 
 
 class Protecting:

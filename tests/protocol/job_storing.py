@@ -130,6 +130,8 @@ class Storing(JobGating):
         self.on_get_image(node, image)
         if self.unreadable.get((node, image)) == "send":
             raise Unreadable(f"{image} on {node}")
+        if (node, image) in self.stuck:
+            raise Refused(f"{image} on {node} did not reach {target}")
         try:
             self.call(node, target, "seal", move)
         except Lost as lost:

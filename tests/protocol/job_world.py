@@ -120,6 +120,7 @@ class JobWorld:
         self.images: dict[tuple[str, str], int] = {}  # whole ones of suspended ranks: (node, move) -> rank
         self.kept: dict[tuple[str, str], tuple[str, int]] = {}  # images of snapshots, in memory: snapshot, rank
         self.unreadable: dict[tuple[str, str], str] = {}  # of these: the call that notices it, send or restore
+        self.stuck: set[tuple[str, str]] = set()  # … that do not reach any target
         self.protected = (
             False  # a snapshot was committed: from then on there is a complete one, unless too many nodes are lost
         )

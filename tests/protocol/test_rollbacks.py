@@ -100,18 +100,21 @@ BAD = {"rank 0": ["one s-0"], "rank 1": ["two s-1"], "both": ["one s-0", "two s-
 
 
 def walked_to_copies(bad: str, call: str) -> tuple[JobModel, RollingBack]:
-    """Rank 1 has died, and images cannot be read, as `call` notices. The copies can."""
+    """Rank 1 has died, and images cannot be read, as `call` notices, or not be sent ("link"). The copies can."""
     model, attempt = walked("rank 1 has died")
     for place in BAD[bad]:
         node, image = place.split()
         assert (node, image) in model.kept
-        model.unreadable[node, image] = call
+        if call == "link":
+            model.stuck.add((node, image))
+        else:
+            model.unreadable[node, image] = call
     return model, attempt
 
 
-@pytest.mark.parametrize("call", ["send", "restore"])
+@pytest.mark.parametrize("call", ["send", "restore", "link"])
 @pytest.mark.parametrize("bad", BAD)
-def test_job_is_rolled_back_from_copies_if_images_cannot_be_read(bad: str, call: str) -> None:
+def test_job_is_rolled_back_from_copies_if_images_are_of_no_use(bad: str, call: str) -> None:
     model, attempt = walked_to_copies(bad, call)
     assert attempt.run() == "done"
     assert model.running() == [(0, "one"), (1, "spare")]
@@ -137,8 +140,8 @@ def test_job_without_a_readable_image_stays_suspended_until_there_is_one() -> No
 
 @pytest.mark.parametrize("soon", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("call", ["send", "restore"])
-def test_any_participant_dies_while_copies_replace_unreadable_images(call: str, fault: str, soon: bool) -> None:
+@pytest.mark.parametrize("call", ["send", "restore", "link"])
+def test_any_participant_dies_while_copies_replace_images_of_no_use(call: str, fault: str, soon: bool) -> None:
     model, attempt = walked_to_copies("both", call)
     assert attempt.run() == "done"
     for event, label in enumerate(model.labels):
@@ -148,9 +151,11 @@ def test_any_participant_dies_while_copies_replace_unreadable_images(call: str, 
             model.faults[event + 2] = JobModel.heal
         try:
             attempt.run()
-            kept = {rank for place, (name, rank) in model.kept.items() if name == "s" and place not in model.unreadable}
+            bad = {*model.unreadable, *model.stuck}
+            kept = {rank for place, (name, rank) in model.kept.items() if name == "s" and place not in bad}
             if kept != {0, 1}:
                 model.unreadable.clear()  # a copy was lost with its node
+                model.stuck.clear()
             judge(model)
         except AssertionError as error:
             error.add_note(f"{fault} at event {event}, {label}")

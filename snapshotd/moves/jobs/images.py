@@ -38,7 +38,7 @@ from snapshotd.moves.steps import step
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
-from snapshotd.transport.image.stall import Stall
+from snapshotd.transport.image.stall import of_disk
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,8 @@ class StoredImages:
 
     async def send(self, request: pb.SendRequest) -> AsyncIterator[pb.Progress]:
         """Sends an image to the target of a resumption, or to a buddy; yields progress. The image stays. It may be sent to
-        several buddies at the same time. Raises Unreadable if the image cannot be read."""
+        several buddies at the same time. Raises Unreadable if the image cannot be read, and Timeout if nothing is done any
+        more."""
         if request.only_wait:
             parts = await self._saved(request.image)
             await self._image(request.image)
@@ -150,11 +151,15 @@ class StoredImages:
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=0.1)
+                sending.look()
                 yield sending.progress()
             await task
         finally:  # a driver that is gone has given the attempt up
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            if sending.stalled:  # a disk that does not answer keeps a thread, and nothing waits for that
+                task.add_done_callback(_seen)
+            else:
+                await asyncio.gather(task, return_exceptions=True)
         await reach(Point.SEND)
         last = sending.progress(done=True)
         last.parts.extend([*parts, *sending.waited])
@@ -201,7 +206,7 @@ class StoredImages:
 
     async def _until_synced(self, move: str) -> None:
         """A disk that has stalled keeps a thread, and nothing waits for that."""
-        stall, synced_bytes = Stall(self.node.config.node), 0
+        stall, synced_bytes = of_disk(self.node.config.node), 0
 
         def synced(size_bytes: int) -> None:
             nonlocal synced_bytes
@@ -294,10 +299,10 @@ class StoredImages:
         return known
 
 
-def _seen(syncing: asyncio.Task[None]) -> None:
+def _seen(task: asyncio.Task[None]) -> None:
     """The caller gets the failure, if it still waits."""
-    if not syncing.cancelled():
-        syncing.exception()
+    if not task.cancelled():
+        task.exception()
 
 
 def _description(folder: Path) -> ImageDescription:

@@ -18,7 +18,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,10 +53,16 @@ MAKING, CHECKING = 2, 8
 _NICE = 19
 
 
-async def contents(paths: Sequence[Path], threads: int, *, nice: int = 0) -> list[pb.ImageContent]:
-    """Name, size and digest of each file. Raises OSError. If it is cancelled, it ends soon."""
+def _unseen(_size_bytes: int) -> None: ...
+
+
+async def contents(
+    paths: Sequence[Path], threads: int, *, nice: int = 0, seen: Callable[[int], None] = _unseen
+) -> list[pb.ImageContent]:
+    """Name, size and digest of each file. Raises OSError. If it is cancelled, it ends soon. `seen` is called in threads, with
+    how many bytes were read."""
     stop = threading.Event()
-    work = asyncio.create_task(in_thread(_contents, paths, min(threads, os.cpu_count() or 1), nice, stop))
+    work = asyncio.create_task(in_thread(_contents, paths, min(threads, os.cpu_count() or 1), nice, stop, seen))
     try:
         return await asyncio.shield(work)
     finally:
@@ -64,13 +70,15 @@ async def contents(paths: Sequence[Path], threads: int, *, nice: int = 0) -> lis
         await asyncio.gather(work, return_exceptions=True)
 
 
-def _contents(paths: Sequence[Path], threads: int, nice: int, stop: threading.Event) -> list[pb.ImageContent]:
+def _contents(
+    paths: Sequence[Path], threads: int, nice: int, stop: threading.Event, seen: Callable[[int], None]
+) -> list[pb.ImageContent]:
     sizes = [path.stat(follow_symlinks=False).st_size for path in paths]
     spans = [(path, at, size) for path, size in zip(paths, sizes, strict=True) for at in range(0, size, _SPAN_BYTES)]
     found = {path: hashlib.sha256() for path in paths}
 
     def digests_of(span: tuple[Path, int, int]) -> bytes:
-        return _digests(*span, stop)
+        return _digests(*span, stop, seen)
 
     def give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)  # of this thread alone
@@ -87,7 +95,7 @@ def _contents(paths: Sequence[Path], threads: int, nice: int, stop: threading.Ev
     ]
 
 
-def _digests(path: Path, begin: int, size: int, stop: threading.Event) -> bytes:
+def _digests(path: Path, begin: int, size: int, stop: threading.Event, seen: Callable[[int], None]) -> bytes:
     """Those of the pieces of a part of a file, one after the other."""
     found, buffer = [], bytearray(_PIECE_BYTES)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -106,6 +114,7 @@ def _digests(path: Path, begin: int, size: int, stop: threading.Event) -> bytes:
                 if os.preadv(fd, [piece], at) != length:
                     raise OSError(f"{path} became shorter while it was read")
                 found.append(hashlib.sha256(piece).digest())
+            seen(length)
         return b"".join(found)
     finally:
         os.close(fd)
@@ -247,9 +256,9 @@ def _is_ca(cert: x509.Certificate) -> bool:
         return False
 
 
-async def must_be_whole(made: pb.MadeImage, paths: Sequence[Path]) -> None:
+async def must_be_whole(made: pb.MadeImage, paths: Sequence[Path], seen: Callable[[int], None] = _unseen) -> None:
     """Raises Unreadable unless these files are what was signed, and OSError if one cannot be read."""
-    found = {file.name: (file.size, file.digest) for file in await contents(paths, CHECKING)}
+    found = {file.name: (file.size, file.digest) for file in await contents(paths, CHECKING, seen=seen)}
     wanted = {file.name: (file.size, file.digest) for file in made.files}
     if wrong := sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)):
         raise Unreadable(

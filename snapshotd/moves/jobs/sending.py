@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Damaged, SnapshotError, Unreadable, Where
+from snapshotd.api.errors import Damaged, SnapshotError, Timeout, Unreadable, Where
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.jobs import made_image, stored
@@ -24,6 +24,7 @@ from snapshotd.net import link_speed
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image.sender import Sender
+from snapshotd.transport.image.stall import Stall
 from snapshotd.transport.image.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,26 @@ class Sending:
         self.sender: Sender | None = None
         self.expected_bytes = 0
         self.began_s = host.boottime_s()
+        self.checked_bytes = 0  # compared with what was signed
+        self.sealing = self.stalled = False
+        self._stall = Stall(
+            f"{node.config.node} has sent nothing of the image {move_log.move} to {request.target_node}"
+        )
+
+    def look(self) -> None:
+        """Raises Timeout if nothing is done any more, to have the image sent by another node: the disk that it is read from
+        may not answer. Not for what waits for the target's disk, which is watched as well (`TargetSink.seal`), and not for an
+        image that only this node has, nor for one on its way to a buddy."""
+        if self.is_copy or self.sealing or not self.log.begin.kind:
+            return
+        sent = self.progress()
+        done_bytes = sent.bytes_sent + sent.bytes_zero + sent.bytes_found + self.expected_bytes + self.checked_bytes
+        try:
+            self._stall.look(done_bytes)
+        except Timeout as error:
+            self.stalled = True
+            log.error("rank %s: %s", self.log.begin.rank_uid, error.message)
+            raise
 
     def progress(self, *, done: bool = False) -> pb.Progress:
         return pb.Progress(
@@ -89,6 +110,7 @@ class Sending:
                 for path in files:
                     await self.sender.put_file(path.name, path)
             sent = await self.sender.finish()
+        self.sealing = True
         if self.log.ended_unix_s:
             # Before the target can answer that its copy runs: this node confirms then that the rank is there.
             node, endpoint = request.target_node, request.target_endpoint
@@ -101,7 +123,11 @@ class Sending:
     async def _must_be_whole(self, made: pb.MadeImage | None, files: Sequence[Path]) -> None:
         """The target is this node, and looks at nothing that it has sent to itself. In its memory nothing has changed."""
         if made is not None and self.node.store.on_disk(self.log.move):
-            await made_image.must_be_whole(made, files)
+            await made_image.must_be_whole(made, files, self._checked)
+
+    def _checked(self, size_bytes: int) -> None:
+        """In threads: some bytes may be lost, and it grows all the same."""
+        self.checked_bytes += size_bytes
 
     @contextlib.asynccontextmanager
     async def _signed(self, files: Sequence[Path]) -> AsyncIterator[asyncio.Task[pb.MadeImage] | None]:

@@ -17,7 +17,7 @@ from snapshotd.moves.source.channel import streams_to_target
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.spans import span
 from snapshotd.transport.image.local_stream import LocalStream
-from snapshotd.transport.image.stall import Stall
+from snapshotd.transport.image.stall import of_disk
 from snapshotd.transport.image.stream import Stream
 
 #: A target answers much sooner (target/sealing.py). One of an older version answers when the image is sealed.
@@ -55,7 +55,7 @@ class TargetSink:
         request = pb.SealRequest(move=begin.move, files=files, signature=signature, repeats=True, made=self.made)
         with span("seal"):
             async with self.node.client(begin.target_node, begin.target_endpoint) as client:
-                stall = Stall(begin.target_node)
+                stall = of_disk(begin.target_node)
                 while (reply := await client.target.Seal(request, timeout_s=_ANSWER_S)).unfinished:
                     stall.look(reply.synced_bytes)
                 return list(reply.damaged)

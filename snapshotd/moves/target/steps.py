@@ -393,7 +393,8 @@ class TargetSteps(TargetSettling):
 
 def _prepared(move_log: MoveLog) -> pb.PrepareReply:
     pairs = [pb.GpuPair(old_uuid=old, new_uuid=new) for old, new in move_log.record.gpu_pairs]
-    return pb.PrepareReply(nonce=move_log.nonce, gpu_pairs=pairs, finds_blocks=move_log.begin.user_id >= 0)
+    finds_blocks = move_log.begin.user_id >= 0
+    return pb.PrepareReply(nonce=move_log.nonce, gpu_pairs=pairs, finds_blocks=finds_blocks, keeps_signatures=True)
 
 
 def _must_be_sealed(sealed: bool, caller: str) -> None:

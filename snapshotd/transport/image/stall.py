@@ -1,4 +1,4 @@
-"""When a disk that stores an image counts as stalled: not when it is slow, but when it gets nothing done."""
+"""When an image on its way to a disk or a node counts as stalled: not when it is slow, but when nothing is done."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from snapshotd.api.errors import Timeout, Where
 STALLED_S = 60.0
 
 
+def of_disk(node: str) -> Stall:
+    """Of an image on its way to the disk of this node."""
+    return Stall(f"the disk of {node} has written nothing of the image")
+
+
 class Stall:
-    """Watches one image on its way to a disk."""
+    """Watches one image."""
 
-    def __init__(self, whose: str) -> None:
-        self._whose, self._most_bytes, self._since_s = whose, -1, time.monotonic()
+    def __init__(self, found: str) -> None:
+        """`found`: what is said of one that has stalled."""
+        self._found, self._most_bytes, self._since_s = found, -1, time.monotonic()
 
-    def look(self, synced_bytes: int) -> None:
-        """`synced_bytes`: what the disk has so far. Raises Timeout if that has not grown for too long."""
-        if synced_bytes > self._most_bytes:
-            self._most_bytes, self._since_s = synced_bytes, time.monotonic()
+    def look(self, done_bytes: int) -> None:
+        """`done_bytes`: what the disk has so far, or the other node. Raises Timeout if that has not grown for too long."""
+        if done_bytes > self._most_bytes:
+            self._most_bytes, self._since_s = done_bytes, time.monotonic()
         elif time.monotonic() - self._since_s >= STALLED_S:
             raise Timeout(
-                f"the disk of {self._whose} has written nothing of the image for {STALLED_S:.0f} s",
+                f"{self._found} for {STALLED_S:.0f} s",
                 remedy="check the disk of that node: `dmesg` there says more; then retry",
                 where=Where.UNKNOWN,
             )
