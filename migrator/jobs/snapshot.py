@@ -86,12 +86,9 @@ class Snapshot(Suspension):
             places = [(one, self.cluster.nodes[one]) for one in buddies]
             set_copies(part, [pb.ImageCopy(move=new_id(), node=node, endpoint=endpoint) for node, endpoint in places])
             part.incarnation = incarnation
-        keepers = {
-            self.coordinator,
-            *(part.node for part in self.participants),
-            *(copy.node for _, copy in self.copies),
-        }
-        self.witnesses = witnesses(keepers, usable, count)
+        nodes = [part.node for part in self.participants] + [copy.node for _, copy in self.copies]
+        keepers = list(dict.fromkeys([self.coordinator, *nodes]))
+        self.witnesses = witnesses(keepers, usable, count, self.cluster.labels)
 
     async def prepare(self, timeout_s: float) -> None:
         """Room on the buddies is reserved while the job runs: if there is none, nothing is paused."""

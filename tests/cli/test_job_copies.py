@@ -199,6 +199,16 @@ async def test_two_nodes_that_keep_images_have_a_witness() -> None:
     await run.close()
 
 
+async def test_witness_is_in_another_rack_than_the_nodes_that_keep_images() -> None:
+    cluster = Cluster()
+    cluster.labels = {f"node-{number}": {"rack": rack} for number, rack in enumerate("11112", 1)}
+    cluster.labels["node-2"] = {"rack": "3"}
+    run = await inspected(cluster)
+    await run.begin_job(1.0)
+    assert list(cluster.begun.witnesses) == ["node-5"]
+    await run.close()
+
+
 async def test_node_that_does_not_answer_gets_no_copy_and_too_few_are_refused() -> None:
     cluster = Cluster()
     cluster.silent = {"node-3"}
