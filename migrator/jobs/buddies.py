@@ -14,6 +14,9 @@ from snapshotd.api.errors import Refused, Where
 
 Labels = Mapping[str, Mapping[str, str]]
 
+#: How many nodes are named in case that the coordinator cannot ask a witness.
+STAND_INS = 3
+
 
 def choose(
     of_ranks: Sequence[str], usable: Sequence[str], labels: Labels | None = None, copies: int = 1
@@ -69,14 +72,25 @@ def witnesses(keepers: Sequence[str], usable: Sequence[str], copies: int, labels
 
     `keepers`: the coordinator first. Those witnesses come first that are in another rack than the coordinator, then those in
     another one than most of the other voters: a rack that is lost should not take the majority with it."""
-    coordinator, *voters = keepers
     others = [node for node in usable if node not in keepers]
     count = min(len(others), max(0, 2 * copies + 1 - len(keepers)))
     if count and (len(keepers) + count) % 2 == 0:
         count -= 1
+    return _voters(keepers, others, count, labels or {})
+
+
+def stand_ins(voters: Sequence[str], usable: Sequence[str], labels: Labels | None = None) -> list[str]:
+    """Nodes of which one is a witness if the coordinator of a snapshot with these voters cannot ask one of its witnesses."""
+    others = [node for node in usable if node not in voters]
+    return _voters(voters, others, min(len(others), STAND_INS), labels or {})
+
+
+def _voters(known: Sequence[str], others: list[str], count: int, labels: Labels) -> list[str]:
+    """So many of the others, which are used up."""
+    coordinator, *voters = known
     chosen: list[str] = []
     for _ in range(count):
-        best = max(others, key=lambda one: _apart_from_voters(one, coordinator, [*voters, *chosen], labels or {}))
+        best = max(others, key=lambda one: _apart_from_voters(one, coordinator, [*voters, *chosen], labels))
         others.remove(best)
         chosen.append(best)
     return chosen

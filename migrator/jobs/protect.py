@@ -134,6 +134,7 @@ class Protection:
         self.stands_by, self.first_s = stands_by, first_s
         self.postponing = postponing or Postponing()
         self._said_no = ""  # why there is no snapshot
+        self._warned: Sequence[str] = ()  # with the last snapshot
         self.said_s = 0.0  # the interval that was announced last
         self.sight = Sight()
         self.tries = Tries(tries)
@@ -274,6 +275,10 @@ class Protection:
             self._no_snapshot(result.reason)
             return None
         self.recalled, self.boots, self._said_no = True, boots, ""
+        for warning in result.warnings:
+            if warning not in self._warned:  # each snapshot has them again
+                self.say(f"warning: {warning}")
+        self._warned = result.warnings
         self.tries.snapshot(time.monotonic())
         self.say(f"snapshot {result.record}: {result.bytes >> 20} MiB, paused {result.pause_s:.2f} s")
         return result.pause_s
