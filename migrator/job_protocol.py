@@ -26,8 +26,9 @@ a copy of it each. All of them lie in memory. COMMIT, which needs all images and
 A rank that is kept in a snapshot is *bound* to its coordinator, which alone may end it, suspend it or take the next snapshot
 of it; until then it does not move. When all are bound, the snapshot before is dropped, and not earlier. When most *voters*
 know that, the driver reports the snapshot: from then on the job can be rolled back to it whichever node is lost. The voters
-are the nodes that keep the images and, if these are few, witnesses, which keep none. The last snapshot is dropped
-when no node knows a rank of the job any more.
+are the nodes that keep the images and, if these are few, witnesses, which keep none. The coordinator asks each witness
+before it records the voters, and leaves out one that does not answer: a snapshot has one list of voters for ever. The last
+snapshot is dropped when no node knows a rank of the job any more.
 
 **Rollback.** Job.Rollback makes the coordinator of the last snapshot record that the incarnation that runs is over. The
 record has its outcome from the beginning, and that is the decision: from then on no process of that incarnation may run

@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from migrator import formatting
-from migrator.cli import arguments, node_files, output, pki
+from migrator.cli import arguments, leaving_node, node_files, output, pki
 from migrator.cluster import Places, ssh_destination
 from snapshotd.api.addresses import split_address
-from snapshotd.api.errors import NotFound, Refused, SnapshotError, Usage
+from snapshotd.api.errors import NotFound, Usage
 from snapshotd.api.node_file import NodeFile
 
 if TYPE_CHECKING:
     from migrator.membership import Site
-    from snapshotd.api import snapshotd_pb2 as pb
 
 PORT = 7070
 
@@ -216,8 +213,7 @@ def _remove(options: argparse.Namespace) -> int:
 
     site = _site(options)
     cluster = site.cluster()
-    if options.node in cluster.nodes and not options.force:
-        _check_idle(options, options.node)
+    jobs = leaving_node.check(cluster, options.node, force=options.force) if options.node in cluster.nodes else []
     others = [name for name in cluster.nodes if name != options.node]
     if options.ssh:
         node_files.check(others, options.output)
@@ -228,9 +224,12 @@ def _remove(options: argparse.Namespace) -> int:
             files = [membership.renew_node(site, name) for name in others]
             sent = node_files.give(files, _destinations(cluster, others), options.output, start=False)
     if arguments.wants_json(options):
-        output.json_object({"node": options.node, "serials": [f"{serial:x}" for serial in serials], "nodes": sent})
+        revoked = [f"{serial:x}" for serial in serials]
+        output.json_object({"node": options.node, "serials": revoked, "nodes": sent, "jobs": jobs})
         return 0
     print(f"{options.node} is removed from {site.file}, and {len(serials)} of its certificates are revoked")
+    if jobs:
+        print(f"it has images of these jobs, or a vote on them; take another snapshot of each now: {', '.join(jobs)}")
     if options.ssh:
         node_files.show(sent, start=False)
     elif others:
@@ -323,45 +322,6 @@ def _is_due(expires: datetime | None, within_days: int | None) -> bool:
 
 def _destinations(cluster: Any, nodes: list[str]) -> dict[str, str]:
     return {name: cluster.ssh.get(name, name) for name in nodes}
-
-
-def _check_idle(options: argparse.Namespace, node: str) -> None:
-    """Raises Refused if the node's daemon says that ranks run there, or that it has images of suspended ones. A daemon that
-    does not answer is no reason to keep the node."""
-    import asyncio
-
-    cluster = _site(options).cluster()
-    cluster.enter()  # before gRPC starts threads
-    from migrator.fan_out import ASK_TIMEOUT_S
-    from snapshotd.api import snapshotd_pb2 as pb
-
-    async def ask() -> tuple[pb.NodeInfo | None, list[pb.Rank]]:
-        async with cluster.client(node) as client:
-            try:
-                info = await client.node.GetNode(pb.GetNodeRequest(), timeout_s=ASK_TIMEOUT_S)
-                listed = await client.node.ListRanks(pb.ListRanksRequest(brief=True), timeout_s=ASK_TIMEOUT_S)
-                return info, [rank for rank in listed.ranks if rank.place == pb.Rank.SUSPENDED]
-            except SnapshotError:
-                return None, []
-
-    _must_be_idle(node, *asyncio.run(ask()))
-
-
-def _must_be_idle(node: str, info: pb.NodeInfo | None, images: Sequence[pb.Rank]) -> None:
-    if images:
-        jobs = ", ".join(sorted({rank.job for rank in images}))
-        size = formatting.size(sum(rank.memory_bytes for rank in images))
-        raise Refused(
-            f"{node} has images of {len(images)} suspended ranks ({size}; jobs: {jobs}); nothing was changed",
-            remedy="resume these jobs (`migrator job resume`) or give them up (`migrator job drop`) first, or add --force:"
-            " they can not be resumed any more",
-        )
-    if info is not None and (info.ranks or info.moves_running):
-        raise Refused(
-            f"{info.ranks} ranks run on {node}, and {info.moves_running} moves are in progress there; nothing was changed",
-            remedy="move the ranks away first (`migrator ps`, `migrator move`), or add --force: they keep running, but can"
-            " not be moved any more",
-        )
 
 
 def _iso(when: datetime | None) -> str:

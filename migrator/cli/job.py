@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from migrator import formatting, users
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 #: The bytes of images, by node and uid of the rank.
 Sizes = Mapping[tuple[str, str], int]
 
-HEADS = ("JOB", "USER", "RANKS", "STATE", "SINCE", "SIZE", "COORDINATOR", "IMAGES ON", "RECORD", "WAITS FOR")
+_PLACES = ("COORDINATOR", "IMAGES ON", "ALSO VOTE")
+HEADS = ("JOB", "USER", "RANKS", "STATE", "SINCE", "SIZE", *_PLACES, "RECORD", "WAITS FOR")
 
 
 def add(verbs: arguments.Verbs) -> None:
@@ -308,6 +309,7 @@ def _to_json(entry: JobEntry, sizes: Sizes) -> dict[str, Any]:
         "state": _state(entry),
         "suspended": entry.suspended,
         "coordinator": entry.node,
+        "voters": entry.voters,
         "suspension": record.suspension,
         "ended_by": record.ended_by,
         "rank_count": record.ranks or len(record.participants),
@@ -341,16 +343,11 @@ def _row(entry: JobEntry, sizes: Sizes) -> tuple[str, ...]:
         formatting.span(time.time() - record.begun_unix_s),
         formatting.size(size_bytes) if size_bytes else "-",
         entry.node,
-        ",".join(dict.fromkeys(_image_nodes(record))) or "-",
+        ",".join(entry.keepers) or "-",
+        ",".join(entry.witnesses) or "-",
         record.record,
         record.cut_off or (record.waiting_for or "-" if not record.ended_unix_s else "-"),
     )
-
-
-def _image_nodes(record: pb.JobRecord) -> Iterator[str]:
-    for part in record.participants:
-        yield part.image_node or part.node
-        yield from nodes_of(part)
 
 
 def _drop(options: argparse.Namespace) -> int:

@@ -2,16 +2,20 @@
 
 A buddy is another node than the rank's, and every copy has a node of its own. Of the nodes that answer, those come first that
 are in another rack than the image and the copies before. Else they are the next nodes of the job, in the order of the ranks,
-so that every node of a job keeps about as much as the others; then nodes outside of the job, one after the other.
+so that every node of a job keeps about as much as the others; then nodes outside of the job, one after the other. A node
+that only votes is in another rack than those that keep images, if there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from snapshotd.api.errors import Refused, Where
 
 Labels = Mapping[str, Mapping[str, str]]
+
+#: How many nodes are named in case that the coordinator cannot ask a witness.
+STAND_INS = 3
 
 
 def choose(
@@ -60,13 +64,37 @@ def _too_few(answering: Sequence[str], copies: int) -> Refused:
     )
 
 
-def witnesses(keepers: Collection[str], usable: Sequence[str], copies: int) -> list[str]:
+def witnesses(keepers: Sequence[str], usable: Sequence[str], copies: int, labels: Labels | None = None) -> list[str]:
     """Nodes that keep no image, and have a vote on which node coordinates the job. With them a majority is left when as many
     nodes are lost as there are copies, if the cluster has nodes enough: without one, two nodes that keep images could not
     do without an operator. A witness that would make the number of voters even is left out: it would not let them bear one
-    loss more."""
+    loss more.
+
+    `keepers`: the coordinator first. Those witnesses come first that are in another rack than the coordinator, then those in
+    another one than most of the other voters: a rack that is lost should not take the majority with it."""
     others = [node for node in usable if node not in keepers]
     count = min(len(others), max(0, 2 * copies + 1 - len(keepers)))
     if count and (len(keepers) + count) % 2 == 0:
         count -= 1
-    return others[:count]
+    return _voters(keepers, others, count, labels or {})
+
+
+def stand_ins(voters: Sequence[str], usable: Sequence[str], labels: Labels | None = None) -> list[str]:
+    """Nodes of which one is a witness if the coordinator of a snapshot with these voters cannot ask one of its witnesses."""
+    others = [node for node in usable if node not in voters]
+    return _voters(voters, others, min(len(others), STAND_INS), labels or {})
+
+
+def _voters(known: Sequence[str], others: list[str], count: int, labels: Labels) -> list[str]:
+    """So many of the others, which are used up."""
+    coordinator, *voters = known
+    chosen: list[str] = []
+    for _ in range(count):
+        best = max(others, key=lambda one: _apart_from_voters(one, coordinator, [*voters, *chosen], labels))
+        others.remove(best)
+        chosen.append(best)
+    return chosen
+
+
+def _apart_from_voters(one: str, coordinator: str, voters: Sequence[str], labels: Labels) -> tuple[bool, int]:
+    return _apart(one, coordinator, labels), sum(_apart(one, voter, labels) for voter in voters)

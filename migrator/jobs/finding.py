@@ -9,6 +9,7 @@ from migrator import users
 from migrator.cluster import Cluster
 from migrator.fan_out import ASK_TIMEOUT_S, ask_all
 from migrator.find_rank import Found, all_ranks, refuse_busy
+from migrator.image_copies import nodes_of
 from migrator.job_results import JobOptions
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient, UnknownMethod
@@ -35,6 +36,23 @@ class JobEntry:
         record = self.record
         counts = record.outcome == pb.COMMIT and not record.ended_by and not record.handed_to and not record.cut_off
         return record.kind == "snapshot" and counts
+
+    @property
+    def keepers(self) -> list[str]:
+        """The nodes that keep its images, in the order of the ranks."""
+        nodes = [(part.image_node or part.node, *nodes_of(part)) for part in self.record.participants]
+        return list(dict.fromkeys(node for of_rank in nodes for node in of_rank))
+
+    @property
+    def voters(self) -> list[str]:
+        """Of a snapshot: the nodes of which most must follow its coordinator."""
+        return sorted({node for voters in self.record.quorums for node in voters.nodes})
+
+    @property
+    def witnesses(self) -> list[str]:
+        """Of these, the nodes that keep no image. Records that have ended do not say which do."""
+        known = {self.node, *self.keepers} if self.record.participants else set(self.voters)
+        return [node for node in self.voters if node not in known]
 
 
 async def find_running(

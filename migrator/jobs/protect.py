@@ -135,7 +135,7 @@ class Protection:
         self.stands_by, self.first_s = stands_by, first_s
         self.postponing = postponing or Postponing()
         self._said_no = ""  # why there is no snapshot
-        self._said_unsigned = ""  # which copies are of no use
+        self._warned: Sequence[str] = ()  # with the last snapshot
         self.said_s = 0.0  # the interval that was announced last
         self.sight = Sight()
         self.tries = Tries(tries)
@@ -276,11 +276,13 @@ class Protection:
             self._no_snapshot(result.reason)
             return None
         self.recalled, self.boots, self._said_no = True, boots, ""
+        warnings = [*result.warnings, *filter(None, [result.unsigned_copies])]
+        for warning in warnings:
+            if warning not in self._warned:  # each snapshot has them again
+                self.say(f"warning: {warning}")
+        self._warned = warnings
         self.tries.snapshot(time.monotonic())
         self.say(f"snapshot {result.record}: {result.bytes >> 20} MiB, paused {result.pause_s:.2f} s")
-        if result.unsigned_copies not in ("", self._said_unsigned):
-            self.say(f"warning: {result.unsigned_copies}")
-        self._said_unsigned = result.unsigned_copies
         return result.pause_s
 
     def _no_snapshot(self, why: str) -> None:

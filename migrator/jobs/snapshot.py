@@ -12,10 +12,11 @@ from migrator.find_rank import Found
 from migrator.image_copies import copies_of, nodes_of, set_copies
 from migrator.job_protocol import SNAPSHOT, UNDO_SNAPSHOT, JobVerdict
 from migrator.job_results import JobOptions, RankPlace
-from migrator.jobs.buddies import choose, witnesses
+from migrator.jobs.buddies import choose, stand_ins, witnesses
 from migrator.jobs.suspend import Suspension
 from migrator.jobs.walk import each, new_id
 from migrator.results import Event
+from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Full, SnapshotError, Undone, Where
 
@@ -86,12 +87,13 @@ class Snapshot(Suspension):
             places = [(one, self.cluster.nodes[one]) for one in buddies]
             set_copies(part, [pb.ImageCopy(move=new_id(), node=node, endpoint=endpoint) for node, endpoint in places])
             part.incarnation = incarnation
-        keepers = {
-            self.coordinator,
-            *(part.node for part in self.participants),
-            *(copy.node for _, copy in self.copies),
-        }
-        self.witnesses = witnesses(keepers, usable, count)
+        nodes = [part.node for part in self.participants] + [copy.node for _, copy in self.copies]
+        keepers = list(dict.fromkeys([self.coordinator, *nodes]))
+        infos = self.answering
+        fitting = [node for node in usable if protocol.common(infos[node].protocol, protocol.own()) is not None]
+        self.witnesses = witnesses(keepers, fitting, count, self.cluster.labels)
+        if self.witnesses:
+            self.stand_ins = stand_ins([*keepers, *self.witnesses], fitting, self.cluster.labels)
 
     async def prepare(self, timeout_s: float) -> None:
         """Room on the buddies is reserved while the job runs: if there is none, nothing is paused."""
@@ -187,12 +189,21 @@ class Snapshot(Suspension):
 
     async def confirm(self, timeout_s: float) -> None:
         """A snapshot counts for its user only when the job can be rolled back to it: all ranks are bound to its coordinator,
-        and a majority of the nodes that keep it knows that, so that another node may take over."""
+        and a majority of the nodes that have a vote knows that, so that another node may take over. Those that do not know
+        it then are named: the loss of another one might leave no majority."""
         ends = time.monotonic() + min(timeout_s, CONFIRMED_S)
-        while not (found := await self.outcome()).settled:
+        while not (found := await self.outcome()).settled or found.not_told:
             if time.monotonic() > ends:
-                raise Undone(f"not all nodes have confirmed it: {found.reason}", where=Where.SOURCE_RUNNING)
+                break
             await asyncio.sleep(LOOK_S)
+        if not found.settled:
+            raise Undone(f"not all nodes have confirmed it: {found.reason}", where=Where.SOURCE_RUNNING)
+        self.warnings += [
+            f"{node} has a vote on job {self.job}, and has not promised {self.coordinator} to follow it: as long as that is"
+            " so, the job may wait for an operator if another node is lost. Start snapshotd there and see that"
+            f" {self.coordinator} reaches it, or take another snapshot, which gives the vote to a node that answers"
+            for node in found.not_told
+        ]
 
     async def outcome(self) -> pb.Outcome:
         client = await self.client(self.coordinator)

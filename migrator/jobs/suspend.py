@@ -37,7 +37,7 @@ class Suspension(JobRun):
         super().__init__(cluster, options, found[0].rank.job, found[0].rank.user_id, on_event)
         self.coordinator = coordinator
         self.looks: dict[str, str] = {}  # by the rank's uid: its source's name for what Inspect found
-        self.answering: set[str] = set()  # nodes
+        self.answering: dict[str, pb.NodeInfo] = {}  # by node
         self.gates = JobGates(cluster)
         self.participants = [
             pb.Participant(
@@ -70,8 +70,8 @@ class Suspension(JobRun):
         return [RankPlace(part.rank, part.rank_uid, part.node) for part in self.participants]
 
     async def inspect(self, timeout_s: float) -> None:
-        infos = await node_infos(self.cluster)
-        self.nodes, self.answering = await node_addresses(self.cluster, infos), set(infos)
+        self.answering = await node_infos(self.cluster)
+        self.nodes = await node_addresses(self.cluster, self.answering)
         checks: list[tuple[str, pb.Check]] = []
         sockets: dict[int, Sockets] = {}
 

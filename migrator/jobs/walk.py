@@ -47,6 +47,7 @@ class JobRun(ABC):
         self.nodes: list[pb.NodeAddresses] = []
         self.witnesses: list[str] = []  # of a snapshot: nodes that keep none of it, and have a vote
         self.unsigned_on: list[str] = []  # … nodes whose copies will be refused at a rollback: they keep no signatures
+        self.stand_ins: list[str] = []  # nodes that may be witnesses instead
         self.asked_copies = 0  # of a snapshot: how many of each image the job is to have; 0: as the cluster file says
         self.nccl = False  # ranks are in NCCL communicators
         self.pause_s = 0.0  # of a snapshot: from the cut until all ranks went on
@@ -104,9 +105,16 @@ class JobRun(ABC):
             nccl=self.nccl,
             nodes=self.nodes if self.takes_snapshot else (),
             witnesses=self.witnesses,
+            stand_ins=self.stand_ins,
             copies=self.asked_copies,
         )
-        await (await self.client(self.coordinator)).job.Begin(request, timeout_s=timeout_s)
+        reply = await (await self.client(self.coordinator)).job.Begin(request, timeout_s=timeout_s)
+        self.warnings += [
+            f"{self.coordinator} cannot ask {why}, so too few nodes have a vote on job {self.job}, and it may wait for an"
+            " operator when a node is lost. Have snapshotd run there with the same version, see that"
+            f" {self.coordinator} reaches it, then take another snapshot"
+            for why in reply.not_asked
+        ]
 
     @property
     def suspension(self) -> str:

@@ -2568,6 +2568,7 @@ class Outcome(_message.Message):
     USER_ID_FIELD_NUMBER: _builtins.int
     PARTICIPANT_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
+    NOT_TOLD_FIELD_NUMBER: _builtins.int
     kind: Global___OutcomeKind.ValueType
     reason: _builtins.str
     token: _builtins.bytes
@@ -2601,6 +2602,10 @@ class Outcome(_message.Message):
     def participant(self) -> Global___Participant:
         """… the rank; unset: no rank of the record has this part"""
 
+    @_builtins.property
+    def not_told(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """a snapshot that is settled: nodes with a vote that have not promised yet to follow this node, or do not know yet that it is settled"""
+
     def __init__(
         self,
         *,
@@ -2621,10 +2626,11 @@ class Outcome(_message.Message):
         user_id: _builtins.int = ...,
         participant: Global___Participant | None = ...,
         copies: _builtins.int = ...,
+        not_told: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["participant", b"participant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "adopted_unix_s", b"adopted_unix_s", "copies", b"copies", "decided_by", b"decided_by", "dropped", b"dropped", "ended", b"ended", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "participant", b"participant", "reason", b"reason", "settled", b"settled", "stored", b"stored", "tethered", b"tethered", "token", b"token", "user_id", b"user_id", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "adopted_unix_s", b"adopted_unix_s", "copies", b"copies", "decided_by", b"decided_by", "dropped", b"dropped", "ended", b"ended", "handed_to", b"handed_to", "job", b"job", "kind", b"kind", "not_told", b"not_told", "participant", b"participant", "reason", b"reason", "settled", b"settled", "stored", b"stored", "tethered", b"tethered", "token", b"token", "user_id", b"user_id", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3573,6 +3579,7 @@ class BeginJobRequest(_message.Message):
     NCCL_FIELD_NUMBER: _builtins.int
     WITNESSES_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
+    STAND_INS_FIELD_NUMBER: _builtins.int
     record: _builtins.str
     job: _builtins.str
     user_id: _builtins.int
@@ -3596,6 +3603,10 @@ class BeginJobRequest(_message.Message):
     def witnesses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """of a snapshot: nodes that keep none of its images, and whose promises count all the same"""
 
+    @_builtins.property
+    def stand_ins(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """… nodes that may be witnesses instead of those that the coordinator cannot ask"""
+
     def __init__(
         self,
         *,
@@ -3610,10 +3621,11 @@ class BeginJobRequest(_message.Message):
         nccl: _builtins.bool = ...,
         witnesses: _abc.Iterable[_builtins.str] | None = ...,
         copies: _builtins.int = ...,
+        stand_ins: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "job", b"job", "lease_s", b"lease_s", "nccl", b"nccl", "nodes", b"nodes", "participants", b"participants", "record", b"record", "snapshot", b"snapshot", "suspension", b"suspension", "user_id", b"user_id", "witnesses", b"witnesses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "job", b"job", "lease_s", b"lease_s", "nccl", b"nccl", "nodes", b"nodes", "participants", b"participants", "record", b"record", "snapshot", b"snapshot", "stand_ins", b"stand_ins", "suspension", b"suspension", "user_id", b"user_id", "witnesses", b"witnesses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3623,12 +3635,19 @@ Global___BeginJobRequest: _TypeAlias = BeginJobRequest  # noqa: Y015
 class BeginJobReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NOT_ASKED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def not_asked(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """nodes that were to be witnesses and are none, because the coordinator cannot ask them, and why; empty: there are enough"""
+
     def __init__(
         self,
+        *,
+        not_asked: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["not_asked", b"not_asked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from migrator import ca_rotation, membership, pki
-from migrator.cli import cluster
+from migrator.cli import leaving_node
 from migrator.cluster import Cluster
 from snapshotd.api import node_file
-from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import BadConfig, Busy, NotFound, Refused, Usage
 from tests.cli.conftest import Migrator, Ran
 
@@ -259,7 +258,7 @@ def test_removed_node_is_revoked_and_the_others_learn_it_with_their_next_file(op
         operator("add", f"node-{number}", f"127.0.0.{number}")
     gone = operator.node_file("node-2")
     done = operator("remove", "node-2", "--json").json
-    assert len(done["serials"]) == 1
+    assert (len(done["serials"]), done["jobs"]) == (1, [])
     assert list(Cluster.read(operator.file).nodes) == ["node-1"]
     operator("remove", "node-2", code=NotFound.exit_code)
     operator("rotate", "node-1")
@@ -267,6 +266,18 @@ def test_removed_node_is_revoked_and_the_others_learn_it_with_their_next_file(op
     assert made.crl.startswith("-----BEGIN X509 CRL")
     operator("add", "node-2", "127.0.0.2")
     assert operator.node_file("node-2").cert != gone.cert
+
+
+def test_jobs_that_need_a_removed_node_are_named(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(cluster: Cluster, node: str, *, force: bool) -> list[str]:
+        return ["day", "night"] if node == "node-2" and force else []
+
+    monkeypatch.setattr(leaving_node, "check", check)
+    for number in (1, 2):
+        operator("add", f"node-{number}", f"127.0.0.{number}")
+    shown = operator("remove", "node-2", "--force").out
+    assert "take another snapshot of each now: day, night\n" in shown
+    assert "take another" not in operator("remove", "node-1").out
 
 
 def test_rotate_replaces_all_or_the_named_ones_or_what_expires(operator: Operator) -> None:
@@ -372,14 +383,3 @@ def test_help_lists_the_verbs(migrator: Migrator) -> None:
     shown = migrator("cluster", "--help").out
     for verb in ("init", "add", "remove", "list", "rotate"):
         assert f"    {verb} " in shown
-
-
-def test_node_with_images_of_suspended_ranks_is_not_removed() -> None:
-    images = [pb.Rank(job="night", memory_bytes=3 << 20), pb.Rank(job="night", memory_bytes=1 << 20)]
-    with pytest.raises(Refused, match=r"images of 2 suspended ranks \(4\.2 MB; jobs: night\)") as refused:
-        cluster._must_be_idle("node-1", pb.NodeInfo(), images)
-    assert "migrator job resume" in refused.value.advice
-    with pytest.raises(Refused, match="1 ranks run on node-1"):
-        cluster._must_be_idle("node-1", pb.NodeInfo(ranks=1), [])
-    cluster._must_be_idle("node-1", pb.NodeInfo(), [])
-    cluster._must_be_idle("node-1", None, [])

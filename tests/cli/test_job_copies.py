@@ -20,6 +20,7 @@ from migrator.job_results import JobOptions, JobResult
 from migrator.jobs.finding import JobEntry
 from migrator.jobs.protect import Protection
 from migrator.jobs.snapshot import Snapshot
+from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Full, Refused, Undone, Unreachable
 
@@ -39,6 +40,9 @@ class Cluster:
         self.old: set[str] = set()  # nodes that do not sign images, and keep no signatures
         self.asked: list[tuple[str, str, str]] = []  # node, call, move
         self.begun = pb.BeginJobRequest()
+        self.protocols: dict[str, pb.Protocol] = {}  # of nodes of other versions
+        self.not_asked: list[str] = []
+        self.outcomes: list[pb.Outcome] = []  # the last of them from then on
 
     @asynccontextmanager
     async def client(self, node: str) -> AsyncIterator[Any]:
@@ -48,7 +52,10 @@ class Cluster:
 
         async def begin(request: pb.BeginJobRequest, timeout_s: float) -> pb.BeginJobReply:
             self.begun.CopyFrom(request)
-            return pb.BeginJobReply()
+            return pb.BeginJobReply(not_asked=self.not_asked)
+
+        async def outcome(request: pb.MoveRequest, timeout_s: float) -> pb.Outcome:
+            return self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
 
         async def prepare(request: pb.PrepareRequest, timeout_s: float) -> pb.PrepareReply:
             self.asked.append((node, "prepare", request.move))
@@ -86,7 +93,7 @@ class Cluster:
         yield SimpleNamespace(
             source=SimpleNamespace(Inspect=inspect, Send=send),
             target=SimpleNamespace(Prepare=prepare, Activate=activate, Discard=discard),
-            job=SimpleNamespace(Begin=begin),
+            job=SimpleNamespace(Begin=begin, GetOutcome=outcome),
         )
 
     def asked_for(self, call: str) -> list[tuple[str, str]]:
@@ -96,7 +103,9 @@ class Cluster:
 @pytest.fixture(autouse=True)
 def _nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     async def infos(cluster: Any) -> dict[str, pb.NodeInfo]:
-        return {node: pb.NodeInfo(name=node) for node in cluster.nodes if node not in cluster.silent}
+        answering = [node for node in cluster.nodes if node not in cluster.silent]
+        spoken = {node: cluster.protocols.get(node, protocol.own()) for node in answering}
+        return {node: pb.NodeInfo(name=node, protocol=spoken[node]) for node in answering}
 
     async def addresses(cluster: Any, infos: Any) -> list[pb.NodeAddresses]:
         return []
@@ -249,6 +258,55 @@ async def test_two_nodes_that_keep_images_have_a_witness() -> None:
     await run.begin_job(1.0)
     assert list(cluster.begun.witnesses) == ["node-3"]
     assert all(not part.more_copies for part in cluster.begun.participants)
+    await run.close()
+
+
+async def test_node_of_a_version_that_does_not_fit_has_no_vote() -> None:
+    cluster = Cluster()
+    cluster.protocols = {"node-3": pb.Protocol(), "node-5": pb.Protocol(newest=9, oldest=9)}
+    run = await inspected(cluster)
+    await run.begin_job(1.0)
+    assert (list(cluster.begun.witnesses), list(cluster.begun.stand_ins)) == (["node-4"], [])
+    await run.close()
+
+
+async def test_coordinator_may_take_another_witness_and_says_if_it_has_none() -> None:
+    cluster = Cluster()
+    cluster.not_asked = ["node-3 (no answer)"]
+    run = await inspected(cluster)
+    await run.begin_job(1.0)
+    assert list(cluster.begun.stand_ins) == ["node-4", "node-5"]
+    (warning,) = run.warnings
+    assert warning.startswith("node-1 cannot ask node-3 (no answer), so too few nodes have a vote on job night")
+    assert "then take another snapshot" in warning
+    await run.close()
+
+
+async def test_snapshot_is_reported_when_all_that_have_a_vote_have_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster()
+    cluster.outcomes = [pb.Outcome(), pb.Outcome(settled=True, not_told=["node-3"]), pb.Outcome(settled=True)]
+    run = await inspected(cluster)
+    await run.confirm(1.0)
+    assert (len(cluster.outcomes), run.warnings) == (1, [])
+    cluster.outcomes = [pb.Outcome(settled=True, not_told=["node-3"])]
+    monkeypatch.setattr(sys.modules["migrator.jobs.snapshot"], "CONFIRMED_S", 0.2)
+    await run.confirm(1.0)
+    (warning,) = run.warnings
+    assert warning.startswith("node-3 has a vote on job night, and has not promised node-1 to follow it")
+    assert "Start snapshotd there" in warning
+    cluster.outcomes = [pb.Outcome(reason="rank 1 is not bound")]
+    with pytest.raises(Undone, match="rank 1 is not bound"):
+        await run.confirm(1.0)
+    await run.close()
+
+
+async def test_witness_is_in_another_rack_than_the_nodes_that_keep_images() -> None:
+    cluster = Cluster()
+    cluster.labels = {f"node-{number}": {"rack": rack} for number, rack in enumerate("11112", 1)}
+    cluster.labels["node-2"] = {"rack": "3"}
+    run = await inspected(cluster)
+    await run.begin_job(1.0)
+    assert list(cluster.begun.witnesses) == ["node-5"]
     await run.close()
 
 

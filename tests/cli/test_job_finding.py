@@ -106,5 +106,17 @@ def test_list_shows_the_size_of_the_images_and_the_number_of_ranks() -> None:
     row = dict(zip(job.HEADS, job._row(suspended, sizes), strict=True))
     assert (row["SIZE"], row["RANKS"], row["IMAGES ON"]) == ("6.3 MB", "2", "node-0,node-1")
     assert job._to_json(suspended, sizes)["image_bytes"] == 6 << 20
+    assert (row["ALSO VOTE"], job._to_json(suspended, sizes)["voters"]) == ("-", [])
     ended = dict(zip(job.HEADS, job._row(entry(FIRST, ended_by=SECOND, ranks=2), sizes), strict=True))
     assert (ended["SIZE"], ended["RANKS"], ended["IMAGES ON"]) == ("-", "2", "-")
+
+
+def test_list_names_the_nodes_with_a_vote_beside_those_that_keep_images() -> None:
+    part = pb.Participant(rank_uid="night-0", node="node-2", copy="m-0000000000bb", copy_node="node-3")
+    voters = [pb.Voters(nodes=["node-1", "node-2", "node-3", "node-4", "node-5"])]
+    taken = entry(FIRST, kind="snapshot", participants=[part], ranks=1, quorums=voters)
+    row = dict(zip(job.HEADS, job._row(taken, {}), strict=True))
+    assert (row["COORDINATOR"], row["IMAGES ON"], row["ALSO VOTE"]) == ("node-1", "node-2,node-3", "node-4,node-5")
+    found = job._to_json(taken, {})
+    assert found["voters"] == ["node-1", "node-2", "node-3", "node-4", "node-5"]
+    assert found["ranks"][0]["copies"] == ["node-3"]

@@ -83,6 +83,15 @@ def test_witnesses_that_do_not_help_are_not_asked() -> None:
     assert buddies.witnesses("abcdef", list("abcdefgh"), 2) == []
 
 
+def test_witness_is_in_a_rack_without_images_if_there_is_one() -> None:
+    racks = {node: {"rack": rack} for node, rack in zip("abcdef", "122133", strict=True)}
+    assert buddies.witnesses("ab", list("abcdef"), 1, racks) == ["e"], "the rack of neither"
+    assert buddies.witnesses("ab", list("abdc"), 1, racks) == ["c"], "rather that of the buddy than the coordinator's"
+    assert buddies.witnesses("ba", list("abcd"), 1, racks) == ["d"], "the coordinator is the first"
+    assert buddies.witnesses("ab", list("abxy"), 1, racks) == ["x"], "the first, if no rack is known"
+    assert buddies.witnesses("abd", list("abcdefg"), 2, racks) == ["e", "c"], "apart from each other, too"
+
+
 def record() -> pb.JobRecord:
     parts = [pb.Participant(rank=rank, node=node) for rank, node in enumerate(("a", "b"))]
     return pb.JobRecord(participants=parts)

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
@@ -17,12 +16,11 @@ from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves.job_rules import CUT_OFF_S, FENCED_S
 from snapshotd.moves.jobs import lease, promises, records, succession
 from snapshotd.moves.jobs.coordinator import JobSteps
-from snapshotd.moves.jobs.lease import voters_of
 from snapshotd.moves.jobs.promises import Promises
 from snapshotd.moves.jobs.succession import Succession
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.record import Begin
-from snapshotd.moves.record_parts import ClusterNode, ImageCopy, JobPart
+from snapshotd.moves.record_parts import ClusterNode, JobPart
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.proc import host
 
@@ -386,10 +384,3 @@ async def test_unknown_snapshot_is_promised_to_no_successor(nodes: Nodes) -> Non
     assert (await nodes["node-3"].steps.promises.ask(asked, "node-2")).holder == ""
     with pytest.raises(NotFound):
         await nodes["node-3"].steps.outcome(SECOND)
-
-
-def test_voters_are_the_coordinator_and_all_nodes_with_images() -> None:
-    part = JobPart("train-0", 0, "m-0000000000aa", "node-1", "e", "", "", "", copy="m-0000000000bb", copy_node="node-4")
-    assert voters_of("node-9", [part]) == ["node-1", "node-4", "node-9"]
-    twice = msgspec.structs.replace(part, more_copies=(ImageCopy("m-0000000000cc", "node-5", "e"),))
-    assert voters_of("node-1", [twice], ["node-6"]) == ["node-1", "node-4", "node-5", "node-6"]

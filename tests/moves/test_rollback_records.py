@@ -34,8 +34,15 @@ class Protected(Daemon):
                 raise Unreachable("no answer")
             return pb.ListRanksReply(ranks=self.ranks.get(name, []))
 
+        async def lease(request: pb.LeaseRequest, timeout_s: float) -> pb.LeaseReply:
+            await asyncio.sleep(0)
+            if name in self.silent:
+                raise Unreachable("no answer")
+            return pb.LeaseReply(reason="it knows no coordinator of this snapshot")
+
         async with super()._client(name, endpoint) as client:
             client.node = type("Nodes", (), {"ListRanks": staticmethod(ranks)})
+            client.job.Lease = lease
             yield client
 
     async def take(self, record: str, *, moves: int = 16, kept: bool = True, uids: str = "train") -> None:
@@ -105,6 +112,25 @@ async def test_snapshot_counts_only_when_every_buddy_of_every_rank_has_its_copy(
     daemon.copies["m-0000000000f0"] = pb.Copy(state=pb.Copy.STORED)
     await daemon.complete(FIRST, kept=False)
     assert daemon.journal.get(FIRST).committed
+
+
+async def test_snapshot_begins_without_a_witness_that_cannot_be_asked(daemon: Protected) -> None:
+    asked = snapshot(FIRST, 16)
+    asked.witnesses.append("node-4")
+    daemon.silent = {"node-4"}
+    assert list((await daemon.steps.begin(asked)).not_asked) == ["node-4 (no answer)"]
+    assert daemon.journal.get(FIRST).record.quorums == [["node-1", "node-2"]]
+
+
+async def test_snapshot_that_is_begun_twice_at_once_has_one_list_of_voters(daemon: Protected) -> None:
+    """Both find no record at first, and ask their witnesses, of which one answers later than the other."""
+    asked = [snapshot(FIRST, 16), snapshot(FIRST, 16)]
+    for one, witness in zip(asked, ("node-4", "node-5"), strict=True):
+        one.witnesses.append(witness)
+    first, second = await asyncio.gather(*(daemon.steps.begin(one) for one in asked), return_exceptions=True)
+    assert isinstance(first, pb.BeginJobReply)
+    assert isinstance(second, Busy)
+    assert daemon.journal.get(FIRST).record.quorums == [["node-1", "node-2", "node-4"]]
 
 
 @pytest.mark.parametrize("node", ["node-1", "node-2"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
+from migrator.jobs import buddies
 from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Former
 from snapshotd.moves.rules import Mark, Outcome
@@ -19,9 +20,11 @@ class Succeeding(Rolling):
     # ------------------------------------------------------------ the coordinator
 
     def begin_lease(self, node: str, name: str) -> None:
-        """A snapshot begins: the nodes that keep its images follow its coordinator."""
+        """A snapshot begins: the nodes that keep its images follow its coordinator, and witnesses that it can ask."""
         record = self.journal[node, name]
-        record.voters = tuple(sorted({node, *(at for at, _ in record.places)}))
+        keepers = list(dict.fromkeys([node, *(at for at, _ in record.places)]))
+        usable = [one for one in NODES if self.up[one] and not self.apart(node, one)]
+        record.voters = tuple(sorted({*keepers, *buddies.witnesses(keepers, usable, len(record.copies[0]))}))
         for voter in record.voters:
             if self.up[voter] and not self.apart(node, voter):
                 self.follows.setdefault((voter, name), node)

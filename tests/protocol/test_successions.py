@@ -3,8 +3,9 @@ also the coordinator when it comes back, and its successor. One incarnation runs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,10 @@ from tests.protocol.job_model import JobModel
 from tests.protocol.job_world import Died, Lost, Refused
 from tests.protocol.test_jobs import FAULTS
 
-#: Three nodes keep images, so two of them are a majority without the coordinator.
-BUDDIES = (("two",), ("spare",))
+#: The buddies of each rank. There are three voters, so two of them are a majority without the coordinator: all keep images,
+#: or the spare keeps none and is a witness.
+VOTERS = {"three keep images": (("two",), ("spare",)), "one is a witness": (("two",), ("one",))}
+BUDDIES, WITH_WITNESS = VOTERS.values()
 
 LOSSES: dict[str, Callable[[JobModel], None]] = {
     "one has no power": lambda model: model.reboot("one"),
@@ -24,10 +27,10 @@ LOSSES: dict[str, Callable[[JobModel], None]] = {
 }
 
 
-def walked(loss: str, *, twice: bool = False) -> tuple[JobModel, Protecting]:
+def walked(loss: str, voters: str, *, twice: bool = False) -> tuple[JobModel, Protecting]:
     """A job that has a snapshot, and has then lost its coordinator. `twice`: it was rolled back before."""
     model = JobModel()
-    assert Taking(model, "s", BUDDIES).run() == "done"
+    assert Taking(model, "s", VOTERS[voters]).run() == "done"
     model.settle()
     if twice:
         assert RollingBack(model, "before", to=("one", "two")).run() == "done"
@@ -38,8 +41,8 @@ def walked(loss: str, *, twice: bool = False) -> tuple[JobModel, Protecting]:
 
 
 @cache
-def labels(loss: str) -> tuple[str, ...]:
-    model, attempt = walked(loss)
+def labels(loss: str, voters: str) -> tuple[str, ...]:
+    model, attempt = walked(loss, voters)
     assert attempt.run() == "done"
     return tuple(model.labels)
 
@@ -61,9 +64,12 @@ def judge(model: JobModel) -> None:
 
 
 @pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("voters", VOTERS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_another_node_takes_over(loss: str, twice: bool) -> None:
-    model, attempt = walked(loss, twice=twice)
+def test_another_node_takes_over(loss: str, voters: str, twice: bool) -> None:
+    model, attempt = walked(loss, voters, twice=twice)
+    assert model.journal["one", "s"].voters == ("one", "spare", "two")
+    assert (voters == "one is a witness") == ("spare" not in {node for node, _ in model.kept})
     assert attempt.run() == "done"
     assert model.running() == [(0, "two"), (1, "spare")]
     model.settle()
@@ -76,10 +82,11 @@ def test_another_node_takes_over(loss: str, twice: bool) -> None:
 
 @pytest.mark.parametrize("soon", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("voters", VOTERS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_any_participant_dies_at_any_event(loss: str, fault: str, soon: bool) -> None:
-    for event, label in enumerate(labels(loss)):
-        model, attempt = walked(loss)
+def test_any_participant_dies_at_any_event(loss: str, voters: str, fault: str, soon: bool) -> None:
+    for event, label in enumerate(labels(loss, voters)):
+        model, attempt = walked(loss, voters)
         model.faults[event] = FAULTS[fault]
         if soon:
             model.faults[event + 2] = JobModel.heal
@@ -91,10 +98,11 @@ def test_any_participant_dies_at_any_event(loss: str, fault: str, soon: bool) ->
             raise
 
 
+@pytest.mark.parametrize("voters", VOTERS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_former_coordinator_is_back_at_any_event(loss: str) -> None:
-    for event, label in enumerate(labels(loss)):
-        model, attempt = walked(loss)
+def test_the_former_coordinator_is_back_at_any_event(loss: str, voters: str) -> None:
+    for event, label in enumerate(labels(loss, voters)):
+        model, attempt = walked(loss, voters)
         model.faults[event] = JobModel.heal
         try:
             attempt.run()
@@ -104,13 +112,14 @@ def test_the_former_coordinator_is_back_at_any_event(loss: str) -> None:
             raise
 
 
+@pytest.mark.parametrize("voters", VOTERS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_coordinator_is_lost_at_any_event_of_a_rollback(loss: str) -> None:
+def test_the_coordinator_is_lost_at_any_event_of_a_rollback(loss: str, voters: str) -> None:
     """Its record may say that the next incarnation is to run, and copies of it may be held."""
 
     def begun() -> tuple[JobModel, RollingBack]:
         model = JobModel()
-        assert Taking(model, "s", BUDDIES).run() == "done"
+        assert Taking(model, "s", VOTERS[voters]).run() == "done"
         model.settle()
         model.labels.clear()
         return model, RollingBack(model, "b", to=("one", "spare"))
@@ -130,8 +139,10 @@ def test_the_coordinator_is_lost_at_any_event_of_a_rollback(loss: str) -> None:
 
 
 def test_two_nodes_have_no_majority() -> None:
+    """The third one does not answer when the snapshot begins, and is no witness."""
     model = JobModel()
-    assert Taking(model, "s").run() == "done"
+    model.cut.add("spare")
+    assert Taking(model, "s", WITH_WITNESS).run() == "done"
     model.settle()
     model.cut.add("one")
     assert Protecting(model, "p").run() == "waits"
@@ -151,34 +162,51 @@ def violated(run: Callable[[], object]) -> bool:
     return False
 
 
-def _take_over() -> None:
-    for event in range(len(labels("one is cut off"))):
-        model, attempt = walked("one is cut off")
+def _take_over(voters: str) -> None:
+    for event in range(len(labels("one is cut off", voters))):
+        model, attempt = walked("one is cut off", voters)
         model.faults[event] = JobModel.heal
         attempt.run()
         judge(model)
 
 
-def test_a_coordinator_that_does_not_obey_its_lease_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    labels("one is cut off")
+@pytest.mark.parametrize("voters", VOTERS)
+def test_a_coordinator_that_does_not_obey_its_lease_is_found(voters: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels("one is cut off", voters)
     monkeypatch.setattr(job_rules, "holds_lease", lambda *_: True)
-    assert violated(_take_over)
+    assert violated(lambda: _take_over(voters))
 
 
-def test_a_node_that_promises_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    labels("one is cut off")
+def test_a_coordinator_that_does_not_count_its_witness_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two voters it needs no lease, and runs on, while the other two follow a successor."""
+    labels("one is cut off", "one is a witness")
+    holds = job_rules.holds_lease
+
+    def of_keepers(quorums: Collection[Collection[str]], *heard: Any) -> bool:
+        return holds([set(voters) - {"spare"} for voters in quorums], *heard)
+
+    monkeypatch.setattr(job_rules, "holds_lease", of_keepers)
+    assert violated(lambda: _take_over("one is a witness"))
+
+
+@pytest.mark.parametrize("voters", VOTERS)
+def test_a_node_that_promises_too_early_is_found(voters: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels("one is cut off", voters)
 
     def at_once(former: Former, ago_s: float, **_: bool) -> tuple[bool, str]:
         return former is not Former.THERE, ""
 
     monkeypatch.setattr(job_rules, "may_promise", at_once)
-    assert violated(_take_over)
+    assert violated(lambda: _take_over(voters))
 
 
-def test_a_node_that_promises_although_the_coordinator_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    labels("one is cut off")
+@pytest.mark.parametrize("voters", VOTERS)
+def test_a_node_that_promises_although_the_coordinator_is_there_is_found(
+    voters: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels("one is cut off", voters)
     monkeypatch.setattr(job_rules, "may_promise", lambda *_, **__: (True, ""))
-    assert violated(_take_over)
+    assert violated(lambda: _take_over(voters))
 
 
 def test_a_job_that_is_resumed_before_its_former_incarnation_is_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import JobDecision, Part
 from snapshotd.moves.jobs import admission, dropping, listing, participants, records, snapshots
 from snapshotd.moves.jobs.communicators import JobCommunicators
-from snapshotd.moves.jobs.lease import Leases, voters_of
+from snapshotd.moves.jobs.lease import Leases, keepers_of
 from snapshotd.moves.jobs.promises import Promises
 from snapshotd.moves.jobs.rollback import Rollbacks
 from snapshotd.moves.journal import MoveLog, check_move_id
@@ -93,18 +93,21 @@ class JobSteps(Steps):
             kind="snapshot" if request.snapshot else "",
         )
         nodes = [ClusterNode.of(node) for node in request.nodes]
-        quorums = [voters_of(self.node.config.node, parts, request.witnesses)] if request.snapshot else []
+        voters: list[str] = []
+        not_asked: list[str] = []
+        if request.snapshot:
+            voters, not_asked = await self.leases.voters(request, keepers_of(self.node.config.node, parts))
         async with self.deciding:
             await in_thread(admission.must_be_possible, self.journal, list(self.moves.values()), request, parts)
             await self.leases.must_hold({part.rank_uid for part in parts})
             move_log = await in_thread(self.journal.begin, begin)
             self.leases.begins(move_log.move)
             fields = Fields(participants=parts, suspension=request.suspension, gated=request.nccl, nodes=nodes)
-            fields["quorums"], fields["asked_copies"] = quorums, request.copies
+            fields["quorums"], fields["asked_copies"] = [voters] if voters else [], request.copies
             await in_thread(move_log.mark, Mark.BEGUN, **fields)
             self._track(move_log)
         await reach(Point.JOB_BEGIN)
-        return pb.BeginJobReply()
+        return pb.BeginJobReply(not_asked=not_asked)
 
     async def renew(self, record: str) -> pb.RenewReply:
         moving = self.moving(record)
@@ -246,7 +249,8 @@ class JobSteps(Steps):
             await self.leases.must_hold(await in_thread(records.uids, move_log))
         found = await in_thread(listing.outcome_of, self.journal, move_log)
         if found.settled and move_log.begin.kind == "snapshot":
-            found.settled = await in_thread(self.leases.is_known, move_log)
+            found.settled, not_told = await in_thread(self.leases.is_known, move_log)
+            found.not_told.extend(not_told if found.settled else ())
         if part:
             await in_thread(listing.name_part, found, move_log, part)
         return found

@@ -51,10 +51,9 @@ class Successor:
     endpoint: str
 
 
-def voters_of(coordinator: str, parts: Iterable[JobPart], witnesses: Iterable[str] = ()) -> list[str]:
-    """The nodes that keep images of a snapshot, its coordinator, and those that keep none and are asked all the same."""
-    keepers = {node for part in parts for _, node, _ in records.images_of(part)}
-    return sorted({coordinator, *keepers, *witnesses})
+def keepers_of(coordinator: str, parts: Iterable[JobPart]) -> list[str]:
+    """The coordinator of a snapshot, and the nodes that keep its images."""
+    return sorted({coordinator, *(node for part in parts for _, node, _ in records.images_of(part))})
 
 
 class Leases:
@@ -122,19 +121,55 @@ class Leases:
                 where=Where.UNKNOWN,
             )
 
-    def is_known(self, snapshot: MoveLog) -> bool:
-        """Whether so many nodes know that all have confirmed this snapshot that any majority could take over. Blocking."""
+    def is_known(self, snapshot: MoveLog) -> tuple[bool, list[str]]:
+        """Whether so many nodes know that all have confirmed this snapshot that any majority could take over, and the nodes
+        with a vote that do not know it. Blocking."""
         whole = snapshot.whole()
         if not snapshot.committed or whole.dropped or whole.let_go or whole.handed_to:
-            return True
+            return True, []
         told = {node for record, node in self._told if record == snapshot.move} | set(whole.lost_nodes)
-        return all(len(one) < job_rules.MIN_VOTERS or job_rules.is_majority(one, told) for one in whole.quorums)
+        asked = [voters for voters in whole.quorums if len(voters) >= job_rules.MIN_VOTERS]
+        not_told = sorted({node for voters in asked for node in voters} - told)
+        return all(job_rules.is_majority(voters, told) for voters in asked), not_told
 
     async def declare(self, snapshot: MoveLog, lost_nodes: Collection[str]) -> None:
         """An operator has declared nodes dead: they promise nothing to anyone."""
         whole = await in_thread(snapshot.whole)
         if fresh := set(lost_nodes) - set(whole.lost_nodes):
             await in_thread(snapshot.mark, snapshot.last_mark, lost_nodes=sorted({*whole.lost_nodes, *fresh}))
+
+    # ------------------------------------------------------------------ who has a vote
+
+    async def voters(self, request: pb.BeginJobRequest, keepers: Collection[str]) -> tuple[list[str], list[str]]:
+        """The nodes that have a vote on a snapshot that begins, and why there are no more of them. A witness that this node
+        cannot ask is replaced by another one, or left out: a silent voter is worse than none, because one more loss would
+        then leave no majority. All are asked before the voters are recorded, and promise nothing by their answer, so that
+        there never are two lists of voters."""
+        endpoints = {node.name: node.endpoint for node in request.nodes}
+        asking = pb.LeaseRequest(record=request.record, job=request.job, endpoint=self.node.config.advertise)
+
+        async def why_not(node: str) -> str:
+            try:
+                async with self.node.client(node, endpoints.get(node, "")) as client:
+                    await client.job.Lease(asking, timeout_s=ASK_S)
+            except SnapshotError as error:  # also of an older version, which does not know this call
+                return f"{node} ({error.headline})"
+            except OSError as error:
+                return f"{node} ({error})"
+            return ""
+
+        named = dict.fromkeys([*request.witnesses, *request.stand_ins])
+        candidates = [node for node in named if node not in keepers]
+        found = dict(zip(candidates, await asyncio.gather(*map(why_not, candidates)), strict=True))
+        able = [node for node, why in found.items() if not why][: len(request.witnesses)]
+        not_asked = [why for why in found.values() if why]
+        for why in not_asked:
+            log.warning("snapshot %s of job %s: no vote for %s", request.record, request.job, why)
+        if len(able) == len(request.witnesses):
+            return sorted({*keepers, *able}), []
+        if able and len({*keepers, *able}) % 2 == 0:
+            able.pop()  # it would not let them bear one loss more
+        return sorted({*keepers, *able}), not_asked
 
     # ------------------------------------------------------------------ asking for promises
 

@@ -1,0 +1,55 @@
+"""Why a node is not removed from the cluster, and which jobs need it."""
+
+from __future__ import annotations
+
+import pytest
+
+from migrator.cli import leaving_node
+from migrator.cluster import Cluster
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Refused
+from tests.cli.conftest import FakeCluster
+
+
+def snapshot(job: str = "night") -> pb.JobRecord:
+    """Kept on node-1 and node-2, with a vote for spare-1."""
+    part = pb.Participant(rank_uid=f"{job}-0", node="node-1", copy="m-0000000000bb", copy_node="node-2")
+    voters = pb.Voters(nodes=["node-1", "node-2", "spare-1"])
+    record = pb.JobRecord(record="m-0000000000aa", job=job, kind="snapshot", outcome=pb.COMMIT, participants=[part])
+    record.quorums.append(voters)
+    return record
+
+
+@pytest.fixture
+def asked(cluster: FakeCluster) -> Cluster:
+    return Cluster.read(cluster.path)
+
+
+def test_node_that_keeps_images_or_has_a_vote_is_told(cluster: FakeCluster, asked: Cluster) -> None:
+    cluster["node-1"].jobs = [snapshot(), snapshot("day")]
+    cluster["node-1"].jobs[1].ended_by = "dropped: replaced"
+    for node in ("node-2", "spare-1"):
+        assert leaving_node.check(asked, node, force=False) == ["night"]
+    assert leaving_node.check(asked, "node-1", force=True) == ["night"]
+    cluster["node-1"].jobs[0].quorums[0].nodes.remove("spare-1")
+    assert leaving_node.check(asked, "spare-1", force=False) == []
+    cluster.stop("node-2")
+    assert leaving_node.check(asked, "node-2", force=False) == ["night"], "it is no reason to keep the node"
+
+
+def test_node_that_coordinates_snapshots_is_not_removed(cluster: FakeCluster, asked: Cluster) -> None:
+    cluster["node-1"].jobs = [snapshot()]
+    with pytest.raises(Refused, match="node-1 coordinates the snapshots of night; nothing was changed") as refused:
+        leaving_node.check(asked, "node-1", force=False)
+    assert "take another snapshot of each first" in refused.value.advice
+
+
+def test_node_with_ranks_or_images_of_suspended_ranks_is_not_removed() -> None:
+    images = [pb.Rank(job="night", memory_bytes=3 << 20), pb.Rank(job="night", memory_bytes=1 << 20)]
+    with pytest.raises(Refused, match=r"images of 2 suspended ranks \(4\.2 MB; jobs: night\)") as refused:
+        leaving_node.must_be_idle("node-1", pb.NodeInfo(), images)
+    assert "migrator job resume" in refused.value.advice
+    with pytest.raises(Refused, match="1 ranks run on node-1"):
+        leaving_node.must_be_idle("node-1", pb.NodeInfo(ranks=1), [])
+    leaving_node.must_be_idle("node-1", pb.NodeInfo(), [])
+    leaving_node.must_be_idle("node-1", None, [])
