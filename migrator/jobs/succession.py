@@ -122,6 +122,16 @@ def participants(images: Sequence[Kept], endpoints: Mapping[str, str]) -> list[p
     return [found[rank] for rank in sorted(found)]
 
 
+def _endpoint(cluster: Cluster, former: str) -> str:
+    """The nodes ask the former coordinator whether it is there."""
+    if former not in cluster.nodes:
+        raise NotFound(
+            f"{former} coordinated the job, and the cluster file does not have it any more",
+            remedy=f"enter {former} and its address in that file again until the job is rolled back, also if it is off",
+        )
+    return cluster.nodes[former]
+
+
 async def _adopt(
     cluster: Cluster,
     record: pb.JobRecord,
@@ -137,7 +147,7 @@ async def _adopt(
         participants=parts,
         nodes=await node_addresses(cluster, await node_infos(cluster)),
         former=former,
-        former_endpoint=cluster.nodes[former],
+        former_endpoint=_endpoint(cluster, former),
         lost_nodes=sorted(lost),
         quorums=record.quorums,
         copies=record.copies,
@@ -156,7 +166,7 @@ async def tell_all(
     request = pb.SucceedRequest(
         record=record.record,
         former=former,
-        former_endpoint=cluster.nodes[former],
+        former_endpoint=_endpoint(cluster, former),
         successor=successor,
         successor_endpoint=cluster.nodes[successor],
         rank_uids=[part.rank_uid for part in record.participants],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from migrator.cli import leaving_node
 from migrator.cluster import Cluster
+from migrator.jobs import succession
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Refused
+from snapshotd.api.errors import NotFound, Refused
 from tests.cli.conftest import FakeCluster
 
 
@@ -53,3 +57,10 @@ def test_node_with_ranks_or_images_of_suspended_ranks_is_not_removed() -> None:
         leaving_node.must_be_idle("node-1", pb.NodeInfo(ranks=1), [])
     leaving_node.must_be_idle("node-1", pb.NodeInfo(), [])
     leaving_node.must_be_idle("node-1", None, [])
+
+
+async def test_coordinator_that_was_removed_is_asked_for_when_another_node_takes_its_job_over() -> None:
+    cluster: Any = SimpleNamespace(nodes={"node-2": "10.0.0.2:7070"})
+    with pytest.raises(NotFound, match="node-1 coordinated the job") as caught:
+        await succession.tell_all(cluster, pb.JobRecord(record="m-1", job="night"), "node-1", "node-2", ())
+    assert "enter node-1 and its address" in caught.value.advice
