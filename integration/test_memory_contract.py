@@ -201,7 +201,11 @@ def test_memory_comes_there_and_back_as_it_was(trip: Trip) -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("way", "node", "point"), cases(Point.SEAL))  # one failed connection is replaced by another
+@pytest.mark.parametrize(
+    ("way", "node", "point"),
+    # A failed connection is replaced by another one. That the rank goes on is tried again.
+    [case for case in cases(Point.SEAL) if case.values[2] is not Point.CONTINUE],
+)
 def test_failure_leaves_the_memory_where_it_was_and_a_retry_succeeds(trip: Trip, node: str, point: Point) -> None:
     trip.nodes.fault(node, point, "fail")
     assert "fault injected" in trip.attempt(expect=UNDONE)["reason"]
