@@ -282,10 +282,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
 	else
 		handles(&input);
 	EXPECT(count_open() == before);
-	for (struct opened *record = opened, *next; record; record = next) {
+	for (struct opened *record = ipc_opened, *next; record; record = next) {
 		next = record->next;
 		free(record);
 	}
-	opened = NULL;
+	ipc_opened = NULL;
 	return 0;
 }

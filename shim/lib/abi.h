@@ -15,6 +15,7 @@
 #define SNAPSHIM_EXEMPT_MAX 64
 #define SNAPSHIM_STRIPES_MAX 16
 #define SNAPSHIM_VISIBLE_BYTES 512
+#define SNAPSHIM_SERVERS_MAX 16
 
 #define SNAPSHIM_EXPORT __attribute__((visibility("default")))
 
@@ -64,6 +65,14 @@ enum snapshim_command {
 	/* Replaces what TAKE_BACK has mapped by memory of this process, while the job is parked. Where nothing is imported it
 	 * does nothing, also without READY */
 	SNAPSHIM_MEMORY_OWN = 42,
+	/* Memory that processes share (CUDA IPC), without READY. An older library does not know these. IPC_TRY makes once what
+	 * IPC_CLOSE and IPC_OPEN will do, and closes nothing. While the job runs it starts the thread for it. EAGAIN: as of OFFLOAD;
+	 * ENOENT: the owner of memory that is open here has freed it, or has ended */
+	SNAPSHIM_MEMORY_IPC_TRY = 43,
+	SNAPSHIM_MEMORY_IPC_CLOSE = 44, /* only while the job is parked: unmaps all memory of other processes */
+	SNAPSHIM_MEMORY_IPC_OFFER = 45, /* offers memory that came back to other processes, under its former handles */
+	/* Maps what other processes offer at its former addresses. ENOENT: one does not offer it */
+	SNAPSHIM_MEMORY_IPC_OPEN = 46,
 
 	/* Finding written pages. An older library knows neither. */
 	SNAPSHIM_TRACK_OPEN = 48, /* result[0]: a userfaultfd of this process, until TRACK_CLOSE, at most some seconds */
@@ -122,6 +131,14 @@ struct snapshim_mailbox {
 	/* blocks of device memory that another process created (TAKE_BACK), until OWN, HAND_OVER or OFFLOAD. The mailbox of an older
 	 * library ends before, and counts them in ipc_imports */
 	uint64_t device_imported;
+	/* Of ipc_exports and ipc_imports those that can move: OFFLOAD and HAND_OVER take the memory, IPC_CLOSE and IPC_OPEN the
+	 * handles. The mailbox of an older library ends before */
+	uint64_t ipc_exports_that_move;
+	uint64_t ipc_imports_that_move;
+	uint64_t ipc_server; /* that offers what is exported here; 0: none */
+	uint64_t ipc_opened_from[SNAPSHIM_SERVERS_MAX]; /* the servers of what was opened; 0: free */
+	uint32_t ipc_closed; /* not 0: shared memory is closed or not offered, and no thread of the job may run */
+	uint32_t ipc_unused;
 };
 
 /* Where the counts of NCCL operations are, for a daemon that only reads them (snapshotd/inprocess/counts.py): no thread of the
@@ -165,6 +182,9 @@ SNAPSHIM_EXPORT long syscall(long number, ...);
  *   cudaDeviceEnablePeerAccess cudaDeviceDisablePeerAccess
  *   cudaGetDriverEntryPoint cudaGetDriverEntryPoint_ptsz
  *   cudaGetDriverEntryPointByVersion cudaGetDriverEntryPointByVersion_ptsz
+ *   cudaEventCreateWithFlags cudaEventDestroy cudaEventRecord cudaEventRecord_ptsz
+ *   cudaEventRecordWithFlags cudaEventRecordWithFlags_ptsz
+ *   cuEventCreate cuEventDestroy_v2 cuEventRecord cuEventRecord_ptsz cuEventRecordWithFlags cuEventRecordWithFlags_ptsz
  *   cuMemAlloc_v2 cuMemFree_v2 cuMemFreeAsync cuMemFreeAsync_ptsz cuMemGetHandleForAddressRange
  *   cuDevicePrimaryCtxReset_v2 cuCtxDestroy_v2 cuCtxEnablePeerAccess cuCtxDisablePeerAccess
  */

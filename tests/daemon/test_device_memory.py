@@ -81,7 +81,7 @@ def parked(two: list[Process], out: set[Process], monkeypatch: pytest.MonkeyPatc
 
     def find(process: Process) -> Any:
         return SimpleNamespace(
-            state=lambda: SimpleNamespace(parked=process in held, device_offloaded=process in out),
+            state=lambda: SimpleNamespace(parked=process in held, device_offloaded=process in out, shared_closed=False),
             device_memory=lambda: SimpleNamespace(offloaded=process in out),
             release=lambda timeout_s: held.discard(process),
         )

@@ -59,6 +59,10 @@ class FakeShim:
     managed: int = 0
     exports: int = 0
     imports: int = 0
+    moving_exports: int = 0
+    moving_imports: int = 0
+    server: int = 0
+    opened_from: tuple[int, ...] = ()
     visible: str | None = None
     bytes: int = 0  # of device memory that it backs
     blocks: int = 0

@@ -191,6 +191,30 @@ def test_device_memory_shared_with_others_is_refused(rank: Starter, shim: FakeSh
     assert inspect(child, seen(child))[1]["gpu-ipc"].verdict == Check.PASS
 
 
+def test_device_memory_that_processes_of_the_rank_share_can_move(rank: Starter, shim: FakeShim) -> None:
+    child = gpu_rank(rank)
+    shim.exports = shim.moving_exports = 1
+    shim.imports = shim.moving_imports = 2
+    shim.server, shim.opened_from = 5, (5,)
+    check = inspect(child, seen(child))[1]["gpu-ipc"]
+    assert (check.verdict, check.reason) == (
+        Check.PASS,
+        "1 handles exported, 2 opened, all between processes of the rank",
+    )
+    shim.opened_from = (5, 6)
+    check = inspect(child, seen(child))[1]["gpu-ipc"]
+    assert check.verdict == Check.REFUSE
+    assert "not in the rank" in check.reason
+
+
+def test_shared_memory_leaves_in_stripes_however_small_it_is(rank: Starter, shim: FakeShim) -> None:
+    child = gpu_rank(rank)
+    shim.bytes, shim.blocks = MIB, 1
+    assert inspect(child, seen(child), holds=True)[0].gpu.held_stripes == 0
+    shim.exports = shim.moving_exports = 1
+    assert inspect(child, seen(child), holds=True)[0].gpu.held_stripes == devmem.STRIPES
+
+
 def test_process_without_the_shim_is_refused(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real shimctl: the shim is not preloaded here."""
     monkeypatch.undo()

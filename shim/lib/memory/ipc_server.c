@@ -3,6 +3,9 @@
  * While something is exported there is a thread of ours, which is never parked, and a socket in the abstract namespace.
  * (pidfd_getfd could copy a descriptor without the process's help, but most containers do not allow it.) Records are reused
  * and never freed, because libc's allocator cannot be used while the job is parked.
+ *
+ * A dump contains the socket and the thread, and no descriptor: while memory is away its offer has none. The socket is known
+ * by its name, because it is another one in a restored process.
  */
 #define _GNU_SOURCE
 #include "ipc_server.h"
@@ -37,7 +40,7 @@ struct identity {
 
 struct offer {
 	uint64_t number; /* 0: to be used again */
-	int descriptor;
+	int descriptor; /* NOTHING: the memory is away */
 	struct identity identity;
 	struct offer *next;
 };
@@ -53,7 +56,6 @@ static uint64_t last_number;
 static unsigned int offered;
 static uint64_t open_number; /* 0: closed */
 static int open_socket = NOTHING;
-static struct identity open_identity;
 
 static struct identity identity_of(int descriptor)
 {
@@ -82,6 +84,15 @@ static struct name name_of(uint64_t server)
 
 	name.bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)letters);
 	return name;
+}
+
+/* Whether it is the server's socket still: the job may have closed it. */
+static bool is_server(int descriptor, uint64_t number)
+{
+	struct name wanted = name_of(number), bound = {.bytes = sizeof(bound.address)};
+
+	return descriptor >= 0 && getsockname(descriptor, (struct sockaddr *)&bound.address, &bound.bytes) == 0 &&
+	       bound.bytes == wanted.bytes && memcmp(&bound.address, &wanted.address, wanted.bytes) == 0;
 }
 
 static void set_limits(int connection)
@@ -135,12 +146,13 @@ static void serve(int connection)
 }
 
 /* Called with the lock: whether the server can end, because nothing is offered or the job has closed the socket. */
-static bool server_is_done(int server, struct identity identity)
+static bool server_is_done(int server, uint64_t number)
 {
-	if (offered && is_still(server, identity))
+	if (offered && is_server(server, number))
 		return false;
-	open_number = 0;
-	if (is_still(server, identity))
+	STORE(&open_number, 0);
+	STORE(&snapshim_mailbox.ipc_server, 0);
+	if (is_server(server, number))
 		close(server);
 	return true;
 }
@@ -148,18 +160,18 @@ static bool server_is_done(int server, struct identity identity)
 /* Does not end at once with the last offer, because another often follows soon. */
 static void *serve_requests(void *nothing)
 {
-	struct identity identity;
 	bool done = false;
+	uint64_t number;
 	int server;
 
 	prctl(PR_SET_NAME, "snapshim-ipc");
 	pthread_mutex_lock(&mutex);
-	identity = open_identity;
+	number = open_number;
 	server = open_socket;
 	pthread_mutex_unlock(&mutex);
 	while (!done) {
 		struct pollfd wait = {.fd = server, .events = POLLIN};
-		bool asked = poll(&wait, 1, LINGER_MS) > 0 && wait.revents & POLLIN && is_still(server, identity);
+		bool asked = poll(&wait, 1, LINGER_MS) > 0 && wait.revents & POLLIN && is_server(server, number);
 		int connection = asked ? accept4(server, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
 
 		if (connection >= 0) {
@@ -170,7 +182,7 @@ static void *serve_requests(void *nothing)
 			if (asked || wait.revents)
 				pause_us(BREATH_US); /* out of descriptors, or the socket cannot be polled */
 			pthread_mutex_lock(&mutex);
-			done = server_is_done(server, identity);
+			done = server_is_done(server, number);
 			pthread_mutex_unlock(&mutex);
 		}
 	}
@@ -206,11 +218,13 @@ static bool open_server(void)
 	if (server < 0)
 		return false;
 	open_socket = server;
-	open_identity = identity_of(server);
+	open_number = number; /* for the thread, which begins when the lock is free */
 	if (bind(server, (struct sockaddr *)&name.address, name.bytes) == 0 && listen(server, WAITING) == 0 && start_thread())
-		STORE(&open_number, number);
-	else
+		STORE(&snapshim_mailbox.ipc_server, number);
+	else {
+		STORE(&open_number, 0);
 		close(server);
+	}
 	return open_number != 0;
 }
 
@@ -277,13 +291,37 @@ void ipc_server_withdraw(uint64_t number)
 	pthread_mutex_unlock(&mutex);
 }
 
+void ipc_server_replace(uint64_t number, int descriptor)
+{
+	pthread_mutex_lock(&mutex);
+	for (struct offer *offer = offers; offer; offer = offer->next)
+		if (offer->number == number) {
+			if (is_still(offer->descriptor, offer->identity))
+				KERNEL(SYS_close, offer->descriptor);
+			offer->descriptor = descriptor;
+			offer->identity = identity_of(descriptor);
+		}
+	pthread_mutex_unlock(&mutex);
+}
+
+bool ipc_server_has(uint64_t number)
+{
+	bool found = false;
+
+	pthread_mutex_lock(&mutex);
+	for (struct offer *offer = offers; offer; offer = offer->next)
+		found |= offer->number == number && is_still(offer->descriptor, offer->identity);
+	pthread_mutex_unlock(&mutex);
+	return found;
+}
+
 /* In a forked child, which has the descriptors and not the thread. */
 void ipc_server_forget(void)
 {
 	for (struct offer *offer = LOAD(&offers); offer; offer = offer->next)
 		if (offer->number && is_still(offer->descriptor, offer->identity))
 			KERNEL(SYS_close, offer->descriptor);
-	if (open_socket != NOTHING && is_still(open_socket, open_identity))
+	if (open_number && is_server(open_socket, open_number))
 		KERNEL(SYS_close, open_socket);
 	offers = NULL;
 	open_socket = NOTHING;

@@ -3,12 +3,16 @@
 #ifndef SNAPSHIM_MEMORY_IPC_SERVER_H
 #define SNAPSHIM_MEMORY_IPC_SERVER_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 /* Offers the descriptor to other processes under the number that is returned, until it is withdrawn, which closes it. 0: no
  * server can be started. */
 uint64_t ipc_server_offer(int descriptor);
 void ipc_server_withdraw(uint64_t number);
+/* Offers another descriptor under a number, and closes the former one; -1: none, until the memory is back. */
+void ipc_server_replace(uint64_t number, int descriptor);
+bool ipc_server_has(uint64_t number); /* whether it has a descriptor for it */
 /* The number by which clients find the server. Starts the server if there is none; 0: it cannot be started. */
 uint64_t ipc_server_open(void);
 /* The same without starting one: 0 if there is no server. */

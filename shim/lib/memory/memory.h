@@ -54,8 +54,14 @@ void peers_forget(void);
 
 /* ipc_export.c: the block is freed, so no process can open it any more. */
 void ipc_withdraw(struct block *block);
+/* Its physical memory was replaced, or released: what other processes get from now on (closed here), or -1. */
+void ipc_offer(const struct block *block, int descriptor);
 /* ipc_import.c */
 void ipc_forget(void);
+/* ipc_moves.c: SNAPSHIM_MEMORY_IPC_… */
+int ipc_dispatch(uint32_t command, int64_t until_ns);
+/* ipc_events.c */
+void ipc_events_forget(void);
 
 /* contexts.c: called before and after a context ends: a device's primary one, or (device -1) this one. No copy uses it
  * afterwards. */

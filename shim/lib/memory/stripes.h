@@ -54,6 +54,8 @@ int hand_over(struct worker *worker);
 int take_back(struct worker *worker);
 int own_all(struct worker *worker); /* one worker's: replaces imported memory by memory of this process */
 void holding_forget(void);
+/* ipc_export.c */
+int ipc_offer_all(struct worker *worker); /* one worker's: exports again what is not offered */
 /* copying.c */
 int drop_freed(struct worker *worker); /* one worker's */
 int copy_out(struct worker *worker);

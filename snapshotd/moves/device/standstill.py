@@ -86,20 +86,7 @@ async def still(gpus: Gpus, processes: Sequence[Process], parking: Sequence[Proc
         await let_go(parking)
         await _lock(gpus, processes, parts)
         await _park(parking, parts, PARK_S)
-    await each(processes, lambda process: in_thread(_must_not_share, process))
     await reach(Point.LOCKED)
-
-
-def _must_not_share(process: Process) -> None:
-    """Preflight has checked this, but the job kept running. Memory that two processes share would become two copies."""
-    state = _mailbox(process).state()
-    if state.exports or state.imports:
-        raise GpuFailed(
-            f"gpu-ipc: process {process.pid} has begun to share device memory (CUDA IPC) since preflight:"
-            f" {state.exports} handles exported, {state.imports} opened",
-            remedy="run `migrator check` to see when the rank can move",
-            where=Where.SOURCE_FROZEN,
-        )
 
 
 async def _park(parking: Sequence[Process], parts: Parts, limit_s: float, *, outside_driver: bool = False) -> None:
@@ -141,6 +128,11 @@ def _release(process: Process) -> None:
         if state.device_offloaded:
             raise GpuFailed(
                 f"the device memory of process {process.pid} is not back on its GPU: its threads stay parked",
+                where=Where.SOURCE_FROZEN,
+            )
+        if state.shared_closed:
+            raise GpuFailed(
+                f"device memory that process {process.pid} shares with others is not open again: its threads stay parked",
                 where=Where.SOURCE_FROZEN,
             )
         if state.parked:

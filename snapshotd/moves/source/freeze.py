@@ -16,7 +16,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, GpuFailed, RankGone, Refused, Undone, Where, WrongState
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry
-from snapshotd.moves.device import checkpoint_room, cuda_processes, hold, memory, offload, standstill
+from snapshotd.moves.device import checkpoint_room, cuda_processes, hold, memory, offload, sharing, standstill
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, held_copy, leftovers
@@ -48,6 +48,7 @@ async def make_ready(node: Node, moving: Moving, entry: RankEntry, parts: Parts)
 
     Done before the gates close: behind a gate the interpreter reaches no safe point, and all ranks of the job wait."""
     processes = await cuda_processes.must_find(node.gpus, entry.group.pids())
+    await sharing.attempt(processes)
     emptied = await memory.empty_caches(processes, parts)
     left_bytes = emptied.released_bytes
     node.caches_left[moving.log.move] = left_bytes or 0
@@ -125,10 +126,13 @@ async def freeze(
 
     async def offload_all() -> int:
         size = 0
+        parked = standstill.parked_ones(processes, held_copy.processes(nccl))
+        stop_others = functools.partial(standstill.stop_others, group, parked)
+        others = [other for other in node.ranks.all() if other.uid != entry.uid]
+        await sharing.close(node.gpus, processes, others, parts, stop_others)
         if moving.offload is not None:
-            parked = standstill.parked_ones(processes, held_copy.processes(nccl))
-            stop_others = functools.partial(standstill.stop_others, group, parked)
             size = await moving.offload.out(node.gpus, processes, parts, stop_others)
+        await sharing.must_be_out(processes)
         await hold.own_rest(node.gpus, processes, memory.copy_s(memory.total(uses)))
         await in_thread(checkpoint_room.begins, node, move, processes)
         return size

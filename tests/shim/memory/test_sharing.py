@@ -202,16 +202,6 @@ def test_a_child_has_neither_the_memory_nor_the_ipc_server(start_job: Start) -> 
         os.kill(child, signal.SIGKILL)
 
 
-def test_shared_memory_is_not_offloaded(start_job: Start) -> None:
-    owner, guest = start_job("fill 4", "fill 8"), start_job()
-    handle = _said(owner, "share 0")
-    assert owner.state().bytes == 8 * MIB
-    assert owner.offload() == 8 * MIB
-    assert _said(guest, f"open {handle}").startswith("0x")  # its server answers while the job's threads are parked
-    assert _said(guest, "peek") == FIRST_WORD
-    owner.come_back()
-
-
 def test_other_users_get_nothing_from_the_ipc_server(start_job: Start) -> None:
     owner = start_job("fill 4")
     handle = bytes.fromhex(_said(owner, "share 0"))

@@ -1,0 +1,286 @@
+/* The mailbox's commands about memory that processes share (CUDA IPC).
+ *
+ * The driver restores no process that has memory of another one. So that memory is unmapped before its checkpoint, and mapped at
+ * the same addresses where the processes go on, from what their owners have then.
+ *
+ * Invariant: `ipc_closed` is not 0 from before the first mapping is removed until all are there again, and no thread of the job
+ * runs meanwhile. Before anything is unmapped, IPC_TRY has made each kind of call once: a call that a parked thread blocks would
+ * return only when that thread is released. Nothing here takes a lock of libc that a parked thread may hold.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <sys/syscall.h>
+
+#include "ipc.h"
+#include "ipc_opened.h"
+#include "ipc_server.h"
+#include "memory.h"
+#include "readiness.h"
+#include "stripes.h"
+
+#define TRY_NS 1000000000    /* takes milliseconds, unless a parked thread holds a lock */
+#define CLOSE_NS 60000000000 /* cannot be stopped half-way */
+
+static int explain_one(int status)
+{
+	if (status == EINPROGRESS)
+		return refuse(ETIMEDOUT, "a call into CUDA did not return in time");
+	if (status && workers[0].status == status && workers[0].call && !snapshim_mailbox.text[0]) {
+		add_text(workers[0].call);
+		add_text(" ");
+		add_number(workers[0].answer);
+	}
+	return status;
+}
+
+static bool hold_records(int64_t until_ns)
+{
+	while (pthread_mutex_trylock(&ipc_opening) != 0) {
+		if (LOAD(&snapshim_mailbox.parked) || now_ns() >= until_ns)
+			return false;
+		pause_us(100);
+	}
+	return true;
+}
+
+static bool any_is_away(void)
+{
+	for (const struct opened *record = ipc_opened; record; record = record->next)
+		if (record->address && record->away)
+			return true;
+	return false;
+}
+
+/* ---------------------------------------------------------------- IPC_TRY */
+
+/* The context and a device of memory that is shared. */
+static bool some_place(void **context, int *device)
+{
+	for (const struct opened *record = ipc_opened; record; record = record->next)
+		if (record->address && record->access) {
+			*context = record->context;
+			*device = __builtin_ctzll(record->access);
+			return true;
+		}
+	if (!LOAD(&snapshim_mailbox.parked))
+		return false; /* the table may change */
+	for (size_t i = 0; i < blocks_count(); i++)
+		if (block_at(i)->exported) {
+			*context = block_at(i)->context;
+			*device = block_at(i)->device;
+			return true;
+		}
+	return false;
+}
+
+static int try_calls(struct worker *worker)
+{
+	struct cuda_property property;
+	struct block block = {.away = true};
+	size_t grain = 0;
+	int status, answer, left = 0;
+	void *context;
+
+	if (!some_place(&context, &block.device))
+		return 0;
+	driver()->cuCtxSetCurrent(context); /* it may have ended: none is needed */
+	block.access = (uint64_t)1 << block.device;
+	property = property_on(block.device);
+	status = CUDA(worker, cuMemGetAllocationGranularity, &grain, &property, MINIMUM_GRANULARITY);
+	block.bytes = grain;
+	if (!status)
+		status = CUDA(worker, cuMemAddressReserve, &block.address, block.bytes, 0, 0, 0);
+	if (status)
+		return status;
+	answer = physical_attach(&block);
+	if (answer && answer != CUDA_OUT_OF_MEMORY) /* opening memory needs no room */
+		status = worker_fails(worker, EIO, "cuMemCreate, cuMemMap or cuMemSetAccess answers", answer);
+	if (!block.away)
+		left |= physical_detach(&block);
+	left |= CUDA(worker, cuMemAddressFree, block.address, block.bytes);
+	return status ? status : left ? EIO : 0;
+}
+
+static int find_owners(struct worker *worker)
+{
+	for (const struct opened *record = ipc_opened; record; record = record->next) {
+		int descriptor = record->address ? ipc_server_ask(record->server, record->number) : 0;
+
+		if (descriptor < 0)
+			return worker_fails(worker, ENOENT,
+					    "no process offers memory that is open here, bytes:", (long)record->bytes);
+		if (descriptor)
+			KERNEL(SYS_close, descriptor);
+	}
+	return 0;
+}
+
+static int try_all(int64_t until_ns)
+{
+	int64_t soon_ns = now_ns() + TRY_NS;
+	int status = workers_finish(1, try_calls, soon_ns < until_ns ? soon_ns : until_ns);
+
+	if (status == EINPROGRESS || status == ETIMEDOUT)
+		return refuse(EAGAIN,
+			      "a thread is parked in the middle of a call into CUDA, with a lock that others wait for");
+	if (!status)
+		status = workers_run(1, find_owners, until_ns);
+	return explain_one(status);
+}
+
+/* ---------------------------------------------------------------- IPC_CLOSE */
+
+static int close_all(struct worker *worker)
+{
+	for (struct opened *record = ipc_opened; record; record = record->next) {
+		int status;
+
+		if (!record->address || record->away)
+			continue;
+		driver()->cuCtxSetCurrent(record->context);
+		status = CUDA(worker, cuMemUnmap, record->address, record->bytes);
+		if (status)
+			return status;
+		record->away = record->times != 0;
+		if (record->times)
+			continue;
+		driver()->cuMemAddressFree(record->address, record->bytes);
+		ipc_forget_opened(record); /* the program has closed it during a capture */
+	}
+	return 0;
+}
+
+static int close_memory(void)
+{
+	int status;
+
+	if (!LOAD(&snapshim_mailbox.parked))
+		return refuse(EBUSY, "the job's threads are not parked");
+	ipc_must_open(IPC_NOT_OPEN);
+	status = workers_finish(1, close_all, now_ns() + CLOSE_NS);
+	if (status != EINPROGRESS && !any_is_away())
+		ipc_is_open(IPC_NOT_OPEN);
+	return explain_one(status);
+}
+
+/* ---------------------------------------------------------------- IPC_OFFER, IPC_OPEN */
+
+static int offer_memory(int64_t until_ns)
+{
+	int status;
+
+	if (LOAD(&snapshim_mailbox.device_offloaded))
+		return refuse(EBUSY, "the job's device memory is offloaded");
+	if (!(LOAD(&snapshim_mailbox.ipc_closed) & IPC_NOT_OFFERED))
+		return 0;
+	status = workers_run(1, ipc_offer_all, until_ns);
+	if (!status)
+		ipc_is_open(IPC_NOT_OFFERED);
+	return explain_one(status);
+}
+
+/* On another node the GPUs may not reach each other: the device where the memory was opened must. */
+static int allow_again(struct worker *worker, const struct opened *record)
+{
+	int needed = __builtin_ctzll(record->access), status = 0;
+
+	driver()->cuCtxGetDevice(&needed);
+	for (int device = 0; device < DEVICES_MAX && !status; device++)
+		if (record->access >> device & 1) {
+			struct cuda_access access = {{ON_DEVICE, device}, READ_AND_WRITE};
+			int answer = driver()->cuMemSetAccess(record->address, record->bytes, &access, 1);
+
+			if (answer && device == needed)
+				status = worker_fails(worker, EIO, "cuMemSetAccess answers", answer);
+		}
+	return status;
+}
+
+static int map_again(struct worker *worker, struct opened *record, int descriptor)
+{
+	uint64_t handle;
+	int status;
+
+	driver()->cuCtxSetCurrent(record->context);
+	status = CUDA(worker, cuMemImportFromShareableHandle, &handle, (void *)(intptr_t)descriptor, POSIX_DESCRIPTOR);
+	if (status)
+		return status;
+	status = CUDA(worker, cuMemMap, record->address, record->bytes, 0, handle, 0);
+	if (!status) {
+		status = allow_again(worker, record);
+		if (status)
+			driver()->cuMemUnmap(record->address, record->bytes);
+	}
+	driver()->cuMemRelease(handle); /* the mapping keeps it */
+	record->away = status != 0;
+	return status;
+}
+
+static int open_all(struct worker *worker)
+{
+	int status = 0;
+
+	for (struct opened *record = ipc_opened; record && !status; record = record->next) {
+		int descriptor;
+
+		if (!record->address || !record->away)
+			continue;
+		descriptor = ipc_server_ask(record->server, record->number);
+		if (descriptor < 0)
+			return worker_fails(worker, ENOENT,
+					    "no process offers memory that was open here, bytes:", (long)record->bytes);
+		status = map_again(worker, record, descriptor);
+		KERNEL(SYS_close, descriptor);
+		if (!status)
+			status = worker_should_stop();
+	}
+	return status;
+}
+
+static int open_memory(int64_t until_ns)
+{
+	int status;
+
+	if (!(LOAD(&snapshim_mailbox.ipc_closed) & IPC_NOT_OPEN))
+		return 0;
+	status = workers_run(1, open_all, until_ns);
+	if (!status)
+		ipc_is_open(IPC_NOT_OPEN);
+	return explain_one(status);
+}
+
+/* ---------------------------------------------------------------- */
+
+int ipc_dispatch(uint32_t command, int64_t until_ns)
+{
+	int status;
+
+	if (!driver())
+		return 0; /* nothing can be shared */
+	if (LOAD(&snapshim_mailbox.parked) && memory_calls_open()) {
+		add_number((long)memory_calls_open());
+		add_text(" threads are parked in the middle of a call that changes device memory");
+		return EAGAIN;
+	}
+	status = workers_start(1);
+	if (status)
+		return refuse(status, "no thread of ours can be started in this process now: a limit of processes "
+				      "(ulimit -u, pids.max) is reached, or the driver has too many threads");
+	if (!hold_records(until_ns))
+		return refuse(EAGAIN, "a thread is in the middle of opening or closing memory of another process");
+	switch (command) {
+	case SNAPSHIM_MEMORY_IPC_TRY:
+		status = try_all(until_ns);
+		break;
+	case SNAPSHIM_MEMORY_IPC_CLOSE:
+		status = close_memory();
+		break;
+	case SNAPSHIM_MEMORY_IPC_OFFER:
+		status = offer_memory(until_ns);
+		break;
+	default:
+		status = open_memory(until_ns);
+	}
+	pthread_mutex_unlock(&ipc_opening);
+	return status;
+}
