@@ -12,6 +12,8 @@ EXEMPT_MAX = 64
 STRIPES_MAX = 16
 VISIBLE_BYTES = 512
 SERVERS_MAX = 16
+IPC_NOT_OFFERED = 1
+IPC_NOT_OPEN = 2
 
 _LAYOUT = struct.Struct("<8sIIiiiIII4QIIiI4Q512sQQQ64iQQII16QIi512sQQQQ16QII")
 MAILBOX_BYTES = _LAYOUT.size
@@ -86,7 +88,7 @@ class Offset(enum.IntEnum):
     IPC_SERVER = 1608
     IPC_OPENED_FROM = 1616
     IPC_CLOSED = 1744
-    IPC_UNUSED = 1748
+    IPC_OUTSIDE = 1748
 
 
 class MailboxFields(NamedTuple):
@@ -126,7 +128,7 @@ class MailboxFields(NamedTuple):
     ipc_server: int
     ipc_opened_from: tuple[int, ...]
     ipc_closed: int
-    ipc_unused: int
+    ipc_outside: int
 
 
 def unpack(raw: bytes) -> MailboxFields:
@@ -166,5 +168,5 @@ def unpack(raw: bytes) -> MailboxFields:
         ipc_server=values[115],
         ipc_opened_from=values[116:132],
         ipc_closed=values[132],
-        ipc_unused=values[133],
+        ipc_outside=values[133],
     )

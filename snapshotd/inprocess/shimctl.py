@@ -38,6 +38,8 @@ class ShimState:
     server: int = 0  # that offers what is exported; 0: none
     opened_from: tuple[int, ...] = ()  # the servers of what is opened
     shared_closed: bool = False  # some of that is closed or not offered: no thread of the job may run
+    imports_closed: bool = False  # all of what was opened is closed
+    shared_outside: bool = False  # a process outside this one's cgroup has got something that is exported
     device_offloaded: bool = False  # its device memory is in stripes: no thread of the job may run
     foreign_blocks: int = 0  # of its device memory, which another process created
     visible: str | None = None  # CUDA_VISIBLE_DEVICES when CUDA started, "" if not set; None: not known
@@ -91,6 +93,8 @@ class Mailbox(mailbox.Connection):
             server=box.ipc_server if shares else 0,
             opened_from=tuple(server for server in box.ipc_opened_from if server) if shares else (),
             shared_closed=bool(box.ipc_closed) and shares,
+            imports_closed=bool(box.ipc_closed & abi.IPC_NOT_OPEN) and shares,
+            shared_outside=bool(box.ipc_outside) and shares,
             device_offloaded=bool(box.device_offloaded) and ours,
             foreign_blocks=box.device_imported if box.size > abi.Offset.DEVICE_IMPORTED else box.ipc_imports,
             visible=_visible(box) if ours else None,

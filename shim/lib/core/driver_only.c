@@ -61,20 +61,3 @@ bool memory_ipc_close(uint64_t address, int *status)
 	(void)status;
 	return false;
 }
-
-bool memory_event_get(void *handle, void *event, int *status)
-{
-	(void)handle;
-	(void)event;
-	(void)status;
-	return false;
-}
-
-bool memory_event_open(void **event, const void *handle, const void *caller, int *status)
-{
-	(void)event;
-	(void)handle;
-	(void)caller;
-	(void)status;
-	return false;
-}

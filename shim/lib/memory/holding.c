@@ -10,6 +10,7 @@
 #include <sys/syscall.h>
 
 #include "handover.h"
+#include "ipc_server.h"
 #include "memory.h"
 #include "stripes.h"
 
@@ -55,7 +56,10 @@ bool memory_lets_run(void)
 	uint32_t copying = COPYING;
 
 	(void)SWAP_IF(&replacing, &copying, ABANDONED);
-	return LOAD(&replacing) != SWAPPING;
+	if (LOAD(&replacing) == SWAPPING)
+		return false;
+	ipc_server_open_to_others();
+	return true;
 }
 
 /* Takes the handle over, whose memory has the block's content. */
@@ -71,7 +75,7 @@ static int swap(struct worker *worker, struct block *block, uint64_t handle)
 		return status;
 	}
 	answer = physical_replace(block, handle);
-	if (!answer)
+	if (!answer || block->away)
 		ipc_offer(block, -1); /* what other processes would get is not the block's memory any more */
 	if (block->away) { /* the job must not run without it */
 		block->striped = true;

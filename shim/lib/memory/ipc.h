@@ -17,10 +17,6 @@ struct ipc_handle { /* replaces cudaIpcMemHandle_t */
 _Static_assert(sizeof(struct ipc_handle) == 64, "CUDA's handles have 64 bytes");
 _Static_assert(sizeof(IPC_MARK) == sizeof(((struct ipc_handle *)0)->mark), "the mark fills its field");
 
-/* Bits of the mailbox's `ipc_closed`. */
-#define IPC_NOT_OFFERED 1u
-#define IPC_NOT_OPEN 2u
-
 static inline void ipc_must_open(uint32_t what)
 {
 	__atomic_or_fetch(&snapshim_mailbox.ipc_closed, what, __ATOMIC_SEQ_CST);

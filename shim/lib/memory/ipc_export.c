@@ -2,7 +2,8 @@
  * (ipc_server.c) that provides a descriptor of the physical memory.
  *
  * Invariant: exported memory counts as exported in the mailbox until it is freed, and is offered under one number for so long,
- * whatever physical memory it has. While it is away nothing is offered. For a block that cannot be exported CUDA is called.
+ * whatever physical memory it has. While it is away nothing is offered; it is offloaded only where what is shared moves
+ * (sharing/). For a block that cannot be exported CUDA is called.
  */
 #define _GNU_SOURCE
 #include "ipc.h"
@@ -14,6 +15,7 @@
 #include <unistd.h>
 
 #include "ipc_server.h"
+#include "sharing/sharing.h"
 #include "memory.h"
 #include "stripes.h"
 
@@ -30,6 +32,8 @@ static bool export(const struct driver *cuda, struct block *block)
 		close(descriptor);
 		return false;
 	}
+	if (!sharing_moves())
+		block->unusual = true;
 	block_changed(block);
 	ipc_count(&snapshim_mailbox.ipc_exports, 1);
 	return true;
@@ -74,7 +78,7 @@ void ipc_offer(const struct block *block, int descriptor)
 		return;
 	ipc_server_replace(block->exported, descriptor);
 	if (descriptor < 0)
-		ipc_must_open(IPC_NOT_OFFERED);
+		ipc_must_open(SNAPSHIM_IPC_NOT_OFFERED);
 }
 
 /* Memory that was taken back has kept the descriptor that it came with: imported memory cannot be exported. */

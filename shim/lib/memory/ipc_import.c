@@ -13,6 +13,7 @@
 #include "ipc_opened.h"
 #include "ipc_server.h"
 #include "memory.h"
+#include "sharing/sharing.h"
 
 #define INVALID_CONTEXT 201 /* also cudaErrorDeviceUninitialized: the answer to a process that opens its own handle */
 #define MAP_FAILS 205	    /* also cudaErrorMapBufferObjectFailed: the exporter has ended, or has freed the memory */
@@ -104,6 +105,8 @@ static void show(void)
 {
 	uint64_t from[SNAPSHIM_SERVERS_MAX] = {0}, moving = 0;
 
+	if (!sharing_moves())
+		return;
 	for (struct opened *record = ipc_opened; record; record = record->next)
 		if (record->address && note_server(from, record->server))
 			moving += record->times ? record->times : 1;
@@ -129,7 +132,7 @@ static int open_first(const struct driver *cuda, const struct ipc_handle *handle
 		return CUDA_OUT_OF_MEMORY;
 	ipc_count(&snapshim_mailbox.ipc_imports,
 		  1); /* before it begins: for a thread that is parked in the middle it counts as open */
-	descriptor = ipc_server_ask(handle->server, handle->number);
+	descriptor = ipc_server_ask(handle->server, handle->number, IPC_PATIENCE_S);
 	if (descriptor >= 0) {
 		memory_enter();
 		status = map(cuda, descriptor, &fresh);

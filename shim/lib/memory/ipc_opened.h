@@ -1,4 +1,5 @@
-/* The memory of other processes that is mapped here: ipc_import.c opens and closes handles, ipc_moves.c unmaps and maps it. */
+/* The memory of other processes that is mapped here: ipc_import.c opens and closes handles, sharing/moves.c unmaps and maps
+ * it. */
 #ifndef SNAPSHIM_MEMORY_IPC_OPENED_H
 #define SNAPSHIM_MEMORY_IPC_OPENED_H
 

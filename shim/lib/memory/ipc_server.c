@@ -24,11 +24,14 @@
 #include <unistd.h>
 
 #include "core/shim.h"
+#include "sharing/sharing.h"
 
 #define NOTHING (-1)
+#define LATER (-2) /* its rank is being moved */
 #define WAITING 64  /* connections that may wait to be accepted */
 #define QUESTION_MS 1000 /* for the request of one client, while others wait */
 #define ANSWER_S 30
+#define AGAIN_US 20000
 #define LINGER_MS 500
 #define BREATH_US 10000
 
@@ -56,6 +59,7 @@ static uint64_t last_number;
 static unsigned int offered;
 static uint64_t open_number; /* 0: closed */
 static int open_socket = NOTHING;
+static bool only_inside; /* a move: processes of other ranks are told to ask later */
 
 static struct identity identity_of(int descriptor)
 {
@@ -104,18 +108,18 @@ static void set_limits(int connection)
 }
 
 /* Names of abstract sockets belong to no user: once a server has ended, any user can take its name. */
-static bool is_of_our_user(int connection)
+static bool is_of_our_user(int connection, struct ucred *other)
 {
-	struct ucred other;
-	socklen_t bytes = sizeof(other);
+	socklen_t bytes = sizeof(*other);
 
-	return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &other, &bytes) == 0 &&
-	       (other.uid == geteuid() || other.uid == 0);
+	return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, other, &bytes) == 0 &&
+	       (other->uid == geteuid() || other->uid == 0);
 }
 
 /* ---------------------------------------------------------------- the server */
 
-static void send_descriptor(int connection, uint64_t number)
+/* What has left for another rank is noted before, so that no check between the two finds nothing. */
+static void send_descriptor(int connection, uint64_t number, bool inside)
 {
 	union {
 		struct cmsghdr head;
@@ -126,8 +130,17 @@ static void send_descriptor(int connection, uint64_t number)
 		.msg_iov = &text, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
 
 	pthread_mutex_lock(&mutex);
+	if (!inside && LOAD(&only_inside)) {
+		uint64_t later = 0;
+
+		send(connection, &later, sizeof(later), MSG_NOSIGNAL | MSG_DONTWAIT);
+		pthread_mutex_unlock(&mutex);
+		return;
+	}
 	for (struct offer *offer = offers; offer; offer = offer->next)
 		if (offer->number == number && is_still(offer->descriptor, offer->identity)) {
+			if (!inside)
+				STORE(&snapshim_mailbox.ipc_outside, 1);
 			memcpy(CMSG_DATA(&control.head), &offer->descriptor, sizeof(int));
 			sendmsg(connection, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
 			break;
@@ -138,11 +151,12 @@ static void send_descriptor(int connection, uint64_t number)
 static void serve(int connection)
 {
 	struct pollfd question = {.fd = connection, .events = POLLIN};
+	struct ucred other;
 	uint64_t number;
 
-	if (is_of_our_user(connection) && poll(&question, 1, QUESTION_MS) > 0 &&
+	if (is_of_our_user(connection, &other) && poll(&question, 1, QUESTION_MS) > 0 &&
 	    recv(connection, &number, sizeof(number), 0) == sizeof(number) && number)
-		send_descriptor(connection, number);
+		send_descriptor(connection, number, sharing_is_inside(other.pid));
 }
 
 /* Called with the lock: whether the server can end, because nothing is offered or the job has closed the socket. */
@@ -285,7 +299,8 @@ void ipc_server_withdraw(uint64_t number)
 			if (is_still(offer->descriptor, offer->identity))
 				KERNEL(SYS_close, offer->descriptor);
 			offer->number = 0;
-			offered--;
+			if (--offered == 0)
+				STORE(&snapshim_mailbox.ipc_outside, 0);
 			break;
 		}
 	pthread_mutex_unlock(&mutex);
@@ -302,6 +317,23 @@ void ipc_server_replace(uint64_t number, int descriptor)
 			offer->identity = identity_of(descriptor);
 		}
 	pthread_mutex_unlock(&mutex);
+}
+
+bool ipc_server_close_to_others(void)
+{
+	bool closed;
+
+	pthread_mutex_lock(&mutex);
+	STORE(&only_inside, true);
+	closed = !LOAD(&snapshim_mailbox.ipc_outside);
+	pthread_mutex_unlock(&mutex);
+	return closed;
+}
+
+/* Without the lock, which a thread that is parked in spite of all may hold. */
+void ipc_server_open_to_others(void)
+{
+	STORE(&only_inside, false);
 }
 
 bool ipc_server_has(uint64_t number)
@@ -327,6 +359,7 @@ void ipc_server_forget(void)
 	open_socket = NOTHING;
 	open_number = 0;
 	offered = 0;
+	only_inside = false;
 	mutex = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
@@ -351,6 +384,8 @@ static int receive_descriptor(int connection)
 		bytes = recvmsg(connection, &message, MSG_CMSG_CLOEXEC);
 	while (bytes < 0 && errno == EINTR);
 	head = bytes >= 0 ? CMSG_FIRSTHDR(&message) : NULL;
+	if (bytes == sizeof(number) && !head && number == 0)
+		return LATER;
 	if (!head || head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS)
 		return NOTHING;
 	/* The buffer's padding has room for a second one. */
@@ -366,8 +401,9 @@ static int receive_descriptor(int connection)
 	return descriptor;
 }
 
-int ipc_server_ask(uint64_t server, uint64_t number)
+static int ask_once(uint64_t server, uint64_t number)
 {
+	struct ucred other;
 	struct name name = name_of(server);
 	int connection = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 	int descriptor = NOTHING, status;
@@ -378,9 +414,21 @@ int ipc_server_ask(uint64_t server, uint64_t number)
 	do
 		status = connect(connection, (struct sockaddr *)&name.address, name.bytes);
 	while (status && errno == EINTR);
-	if (!status && is_of_our_user(connection) &&
+	if (!status && is_of_our_user(connection, &other) &&
 	    send(connection, &number, sizeof(number), MSG_NOSIGNAL) == sizeof(number))
 		descriptor = receive_descriptor(connection);
 	close(connection);
 	return descriptor;
+}
+
+int ipc_server_ask(uint64_t server, uint64_t number, int patience_s)
+{
+	int64_t until_ns = now_ns() + patience_s * 1000000000LL;
+	int descriptor = ask_once(server, number);
+
+	while (descriptor == LATER && now_ns() < until_ns) {
+		pause_us(AGAIN_US);
+		descriptor = ask_once(server, number);
+	}
+	return descriptor == LATER ? NOTHING : descriptor;
 }

@@ -58,10 +58,6 @@ void ipc_withdraw(struct block *block);
 void ipc_offer(const struct block *block, int descriptor);
 /* ipc_import.c */
 void ipc_forget(void);
-/* ipc_moves.c: SNAPSHIM_MEMORY_IPC_… */
-int ipc_dispatch(uint32_t command, int64_t until_ns);
-/* ipc_events.c */
-void ipc_events_forget(void);
 
 /* contexts.c: called before and after a context ends: a device's primary one, or (device -1) this one. No copy uses it
  * afterwards. */

@@ -14,7 +14,7 @@
 #define EVENT_INTERPROCESS 4
 
 static struct fake_stream {
-	_Atomic int used;
+	_Atomic int used, captures;
 } streams[MAX_STREAMS];
 
 static struct fake_event {
@@ -153,6 +153,30 @@ EXPORT CUresult cuEventSynchronize(CUevent event)
 EXPORT CUresult cuEventDestroy_v2(CUevent event)
 {
 	CALL(if (is_event(event)) event->used = 0; else result = CUDA_ERROR_INVALID_HANDLE;);
+}
+
+/* Nothing is captured: only the stream says so. The default stream can be captured, too, unlike a real one. */
+static _Atomic int default_captures;
+
+static _Atomic int *captures_of(CUstream stream)
+{
+	return (uintptr_t)stream <= 2 ? &default_captures : &stream->captures;
+}
+
+EXPORT CUresult cuStreamBeginCapture_v2(CUstream stream, int mode)
+{
+	(void)mode;
+	CALL(if (is_stream(stream)) * captures_of(stream) = 1; else result = CUDA_ERROR_INVALID_HANDLE;);
+}
+
+EXPORT CUresult cuStreamEndCapture(CUstream stream, void **graph)
+{
+	CALL(*graph = NULL; if (is_stream(stream)) * captures_of(stream) = 0; else result = CUDA_ERROR_INVALID_HANDLE;);
+}
+
+EXPORT CUresult cuStreamIsCapturing(CUstream stream, int *status)
+{
+	CALL(if (is_stream(stream)) *status = *captures_of(stream); else result = CUDA_ERROR_INVALID_HANDLE;);
 }
 
 /* Handles of events can be made, but not opened. */

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -13,17 +15,25 @@ from snapshotd.api.errors import GpuFailed
 from snapshotd.cuda.driver import Gpus
 from snapshotd.inprocess.devmem import Caught
 from snapshotd.inprocess.sharing import OwnerGone, Shared
+from snapshotd.proc import cgroup
+from snapshotd.proc.cgroup import Cgroup
 from tests.descriptors import open_links
 from tests.fakes.cuda_fake import GpuNode
 from tests.shim.jobs import STUCK_S
 from tests.shim.memory.conftest import Room, Start
-from tests.shim.memory.jobs import MIB, OFFLOAD, DeviceJob
-from tests.shim.memory.test_holding import Held, hand_over, own, take_back
+from tests.shim.memory.jobs import MIB, OFFLOAD, SLOT_BYTES, STRIPES, DeviceJob
+from tests.shim.memory.test_holding import Held, hand_over, holding, own, take_back
+from tests.shim.memory.test_with_the_driver import caught_at_the_lock
 
 FIRST_WORD = str(1 << 32)
 NOT_READY = "600"
 INTERPROCESS = 2 | 4  # such events cannot measure time
 BUSY_MS = 400
+
+
+@pytest.fixture
+def usual_library() -> str:
+    return "shared"
 
 
 @pytest.fixture
@@ -272,6 +282,99 @@ def test_thread_that_is_opening_memory_is_released_for_a_moment(start_job: Start
     guest.release()
 
 
+async def test_thread_with_a_share_of_the_drivers_lock_is_released_for_a_moment(start_job: Start, gpus: Gpus) -> None:
+    """Memory can still be mapped. What needs the lock alone would wait, once nothing may be released."""
+    owner, guest = start_job("fill 4"), start_job("calling")
+    share(owner, guest)
+    await asyncio.to_thread(shared(guest).attempt)
+    await caught_at_the_lock(guest, gpus)
+    with pytest.raises(Caught, match="with a lock that others wait for"):
+        await asyncio.to_thread(shared(guest).attempt)
+    await asyncio.to_thread(guest.release)
+    assert guest.do("stop") == "done"
+    await asyncio.to_thread(close, owner, guest)
+    await asyncio.to_thread(reopen, owner, guest)
+    assert said(guest, "peek") == FIRST_WORD
+
+
+def test_memory_that_the_owner_has_lost_is_not_offered(start_job: Start, node: GpuNode, held: Held) -> None:
+    """The driver takes the owner's memory away while it is replaced: guests must not get what it was."""
+    owner, guest = start_job("fill 4"), start_job()
+    share(owner, guest)
+    close(guest)
+    hand_over(owner, held)
+    take_back(owner, held)
+    one = holding(owner)
+    one.ready(STRIPES, SLOT_BYTES)
+    node.fault("map", "slow:0", pid=owner.pid)  # where it is copied to
+    for _ in range(2):
+        node.fault("map", "fail:CUDA_ERROR_OUT_OF_MEMORY", pid=owner.pid)
+    with pytest.raises(GpuFailed, match="cuMemMap"):
+        one.own(STUCK_S)
+    assert owner.state().offloaded
+    with pytest.raises(OwnerGone):
+        shared(guest).open()
+
+
+# ---------------------------------------------------------------- processes of other ranks
+
+
+@contextlib.contextmanager
+def outside(job: DeviceJob) -> Iterator[None]:
+    """A rank has a cgroup of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("a cgroup is made by root")
+    home = Cgroup(cgroup.of_process(job.pid))
+    group = Cgroup(home.path / f"test-outside-{job.pid}").create()
+    group.add(job.pid)
+    try:
+        yield
+    finally:
+        home.add(job.pid)
+        group.path.rmdir()
+
+
+def test_rank_whose_memory_another_rank_has_got_does_not_move(start_job: Start) -> None:
+    owner, guest = start_job("fill 4"), start_job()
+    with outside(guest):
+        handle = said(owner, "share 0")
+        assert said(guest, f"open {handle}").startswith("0x"), "while nothing moves it is served as any process"
+    assert said(guest, "peek") == FIRST_WORD
+    assert owner.mailbox().state().shared_outside
+    for parked in (False, True):
+        if parked:
+            owner.park_threads()
+        with pytest.raises(GpuFailed, match="of another rank, or of none"):
+            shared(owner).attempt()
+    owner.release()
+    assert owner.do("shrink") == "done"
+    assert not owner.mailbox().state().shared_outside, "nothing of what was shared is left"
+
+
+@pytest.mark.parametrize("moves", [True, False], ids=["closed", "tried"])
+def test_other_ranks_wait_for_the_end_of_a_move(start_job: Start, moves: bool) -> None:
+    """Between the check and the freeze of the rank no process of another one gets memory."""
+    owner, guest, other = start_job("fill 4"), start_job(), start_job()
+    share(owner, guest)
+    handle = said(owner, "share 0")
+    with outside(other):
+        if moves:
+            close(owner, guest)
+        else:
+            owner.park_threads()
+            shared(owner).attempt()
+        other.say(f"open {handle}")
+        time.sleep(0.5)
+        assert not owner.mailbox().state().shared_outside
+        if moves:
+            reopen(owner, guest)
+        else:
+            owner.release()
+        assert other.hear().startswith("0x")
+    assert owner.mailbox().state().shared_outside
+    assert said(other, "peek") == FIRST_WORD
+
+
 def test_mailbox_shows_whose_memory_is_open(start_job: Start) -> None:
     owners, guest = [start_job("fill 4"), start_job("fill 4")], start_job()
     for owner in owners:
@@ -329,13 +432,37 @@ def test_events_of_one_process_are_cudas_own(start_job: Start) -> None:
     assert said(job, "event-done") == NOT_READY
 
 
-async def test_without_offloading_events_are_cudas_own_and_counted(start_job: Start, gpus: Gpus) -> None:
-    job = start_job("fill 4", f"event {INTERPROCESS}", device_memory="driver")
+@pytest.mark.parametrize("chosen", ["driver", "offload"])
+async def test_events_of_other_libraries_are_cudas_own_and_counted(start_job: Start, gpus: Gpus, chosen: str) -> None:
+    job = start_job("fill 4", f"event {INTERPROCESS}", device_memory=chosen)
     handle = said(job, "share-event")
     assert len(handle) == 128
     assert job.mailbox().state().exports == 1
     with pytest.raises(GpuFailed, match="CUDA_ERROR_NOT_SUPPORTED"):
         await checkpoint(gpus, job)
+
+
+@pytest.mark.parametrize("chosen", ["driver", "offload"])
+def test_other_libraries_wait_for_no_event(start_job: Start, chosen: str) -> None:
+    """What the work depends on may come after the call: a wait in the job's thread could last for ever."""
+    job = start_job(f"event {INTERPROCESS}", device_memory=chosen)
+    for _ in range(2):
+        assert job.do(f"record-behind {BUSY_MS}") == "done"
+        assert said(job, "event-done") == NOT_READY
+        assert len(said(job, "share-event")) == 128
+        assert said(job, "event-done") == NOT_READY
+
+
+def test_record_that_is_captured_through_the_driver_is_not_waited_for(start_job: Start) -> None:
+    """It becomes part of a graph; waiting would invalidate the capture."""
+    job = start_job(f"event {INTERPROCESS}")
+    assert len(said(job, "share-event")) == 128
+    assert job.do("driver-capture") == "done"
+    assert job.do(f"record-behind {BUSY_MS}") == "done"
+    assert said(job, "event-done") == NOT_READY
+    assert job.do("driver-captured") == "done"
+    assert job.do(f"record-behind {BUSY_MS}") == "done"
+    assert said(job, "event-done") == "0"
 
 
 def test_destroyed_event_is_forgotten(start_job: Start) -> None:

@@ -22,6 +22,11 @@ FIRST_WORD = str(1 << 32)
 OWN_HANDLE, GONE = "error-201", "error-205"
 
 
+@pytest.fixture(params=["offload", "shared"])
+def usual_library(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def _said(job: DeviceJob, line: str) -> str:
     """The job's answer to a line, without the final `done`."""
     return job.do(line).removesuffix("done").strip()
@@ -200,6 +205,16 @@ def test_a_child_has_neither_the_memory_nor_the_ipc_server(start_job: Start) -> 
         assert _said(guest, f"open {handle}") == GONE  # at once: the child does not keep the server's socket open
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_shared_memory_is_not_offloaded(start_job: Start) -> None:
+    owner, guest = start_job("fill 4", "fill 8", device_memory="offload"), start_job()
+    handle = _said(owner, "share 0")
+    assert owner.state().bytes == 8 * MIB
+    assert owner.offload() == 8 * MIB
+    assert _said(guest, f"open {handle}").startswith("0x")  # its server answers while the job's threads are parked
+    assert _said(guest, "peek") == FIRST_WORD
+    owner.come_back()
 
 
 def test_other_users_get_nothing_from_the_ipc_server(start_job: Start) -> None:

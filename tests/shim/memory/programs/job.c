@@ -31,6 +31,7 @@ extern int cudaIpcCloseMemHandle(void *);
 extern int cudaEventCreateWithFlags(void **, unsigned int), cudaEventRecord(void *, void *), cudaEventDestroy(void *);
 extern int cudaEventQuery(void *), cudaIpcGetEventHandle(struct shared *, void *);
 extern int cudaIpcOpenEventHandle(void **, struct shared);
+extern int cuStreamBeginCapture_v2(void *, int), cuStreamEndCapture(void *, void **);
 extern int cuModuleLoadData(void **, const void *), cuModuleGetFunction(void **, void *, const char *);
 extern int cuLaunchKernel(void *, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int,
 			  unsigned int, void *, void **, void **);
@@ -458,6 +459,10 @@ int main(void)
 			shrink();
 		else if (strcmp(word, "capture") == 0)
 			must(cudaStreamBeginCapture(NULL, 0), "cudaStreamBeginCapture");
+		else if (strcmp(word, "driver-capture") == 0)
+			must(cuStreamBeginCapture_v2(NULL, 0), "cuStreamBeginCapture");
+		else if (strcmp(word, "driver-captured") == 0)
+			must(cuStreamEndCapture(NULL, &address), "cuStreamEndCapture");
 		else if (strcmp(word, "register") == 0)
 			must(cuMemGetHandleForAddressRange(&number, (uint64_t)blocks[0].address, 4096, 1, 0),
 			     "cuMemGetHandleForAddressRange");

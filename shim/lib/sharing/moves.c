@@ -11,12 +11,13 @@
 #include <errno.h>
 #include <sys/syscall.h>
 
-#include "ipc.h"
-#include "ipc_opened.h"
-#include "ipc_server.h"
-#include "memory.h"
-#include "readiness.h"
-#include "stripes.h"
+#include "memory/ipc.h"
+#include "memory/ipc_opened.h"
+#include "memory/ipc_server.h"
+#include "memory/memory.h"
+#include "memory/readiness.h"
+#include "memory/stripes.h"
+#include "sharing.h"
 
 #define TRY_NS 1000000000    /* takes milliseconds, unless a parked thread holds a lock */
 #define CLOSE_NS 60000000000 /* cannot be stopped half-way */
@@ -53,7 +54,7 @@ static bool any_is_away(void)
 
 /* ---------------------------------------------------------------- IPC_TRY */
 
-/* The context and a device of memory that is shared. */
+/* The context and a device of memory that is shared. Under the lock for contexts. */
 static bool some_place(void **context, int *device)
 {
 	for (const struct opened *record = ipc_opened; record; record = record->next)
@@ -81,9 +82,14 @@ static int try_calls(struct worker *worker)
 	int status, answer, left = 0;
 	void *context;
 
-	if (!some_place(&context, &block.device))
-		return 0;
-	driver()->cuCtxSetCurrent(context); /* it may have ended: none is needed */
+	stay_out_of_captures();
+	status = rehearse_lock(worker);
+	if (status || !some_place(&context, &block.device))
+		return status;
+	if (driver()->cuCtxSetCurrent(context) == 0) /* it may have ended: what follows needs none */
+		status = take_lock(worker);
+	if (status)
+		return status;
 	block.access = (uint64_t)1 << block.device;
 	property = property_on(block.device);
 	status = CUDA(worker, cuMemGetAllocationGranularity, &grain, &property, MINIMUM_GRANULARITY);
@@ -104,7 +110,7 @@ static int try_calls(struct worker *worker)
 static int find_owners(struct worker *worker)
 {
 	for (const struct opened *record = ipc_opened; record; record = record->next) {
-		int descriptor = record->address ? ipc_server_ask(record->server, record->number) : 0;
+		int descriptor = record->address ? ipc_server_ask(record->server, record->number, 0) : 0;
 
 		if (descriptor < 0)
 			return worker_fails(worker, ENOENT,
@@ -118,8 +124,14 @@ static int find_owners(struct worker *worker)
 static int try_all(int64_t until_ns)
 {
 	int64_t soon_ns = now_ns() + TRY_NS;
-	int status = workers_finish(1, try_calls, soon_ns < until_ns ? soon_ns : until_ns);
+	int status;
 
+	if (LOAD(&snapshim_mailbox.parked) ? !ipc_server_close_to_others() : LOAD(&snapshim_mailbox.ipc_outside))
+		return refuse(EXDEV, "a process of another rank, or of none, has got memory of this process");
+	if (!contexts_hold(until_ns))
+		return refuse(EAGAIN, "a thread of the job is ending a CUDA context");
+	status = workers_finish(1, try_calls, soon_ns < until_ns ? soon_ns : until_ns);
+	let_contexts_go(status);
 	if (status == EINPROGRESS || status == ETIMEDOUT)
 		return refuse(EAGAIN,
 			      "a thread is parked in the middle of a call into CUDA, with a lock that others wait for");
@@ -132,6 +144,7 @@ static int try_all(int64_t until_ns)
 
 static int close_all(struct worker *worker)
 {
+	stay_out_of_captures();
 	for (struct opened *record = ipc_opened; record; record = record->next) {
 		int status;
 
@@ -156,10 +169,12 @@ static int close_memory(void)
 
 	if (!LOAD(&snapshim_mailbox.parked))
 		return refuse(EBUSY, "the job's threads are not parked");
-	ipc_must_open(IPC_NOT_OPEN);
+	if (!ipc_server_close_to_others())
+		return refuse(EXDEV, "a process of another rank, or of none, has got memory of this process");
+	ipc_must_open(SNAPSHIM_IPC_NOT_OPEN);
 	status = workers_finish(1, close_all, now_ns() + CLOSE_NS);
 	if (status != EINPROGRESS && !any_is_away())
-		ipc_is_open(IPC_NOT_OPEN);
+		ipc_is_open(SNAPSHIM_IPC_NOT_OPEN);
 	return explain_one(status);
 }
 
@@ -171,11 +186,11 @@ static int offer_memory(int64_t until_ns)
 
 	if (LOAD(&snapshim_mailbox.device_offloaded))
 		return refuse(EBUSY, "the job's device memory is offloaded");
-	if (!(LOAD(&snapshim_mailbox.ipc_closed) & IPC_NOT_OFFERED))
+	if (!(LOAD(&snapshim_mailbox.ipc_closed) & SNAPSHIM_IPC_NOT_OFFERED))
 		return 0;
 	status = workers_run(1, ipc_offer_all, until_ns);
 	if (!status)
-		ipc_is_open(IPC_NOT_OFFERED);
+		ipc_is_open(SNAPSHIM_IPC_NOT_OFFERED);
 	return explain_one(status);
 }
 
@@ -220,12 +235,13 @@ static int open_all(struct worker *worker)
 {
 	int status = 0;
 
+	stay_out_of_captures();
 	for (struct opened *record = ipc_opened; record && !status; record = record->next) {
 		int descriptor;
 
 		if (!record->address || !record->away)
 			continue;
-		descriptor = ipc_server_ask(record->server, record->number);
+		descriptor = ipc_server_ask(record->server, record->number, 0);
 		if (descriptor < 0)
 			return worker_fails(worker, ENOENT,
 					    "no process offers memory that was open here, bytes:", (long)record->bytes);
@@ -241,17 +257,17 @@ static int open_memory(int64_t until_ns)
 {
 	int status;
 
-	if (!(LOAD(&snapshim_mailbox.ipc_closed) & IPC_NOT_OPEN))
+	if (!(LOAD(&snapshim_mailbox.ipc_closed) & SNAPSHIM_IPC_NOT_OPEN))
 		return 0;
 	status = workers_run(1, open_all, until_ns);
 	if (!status)
-		ipc_is_open(IPC_NOT_OPEN);
+		ipc_is_open(SNAPSHIM_IPC_NOT_OPEN);
 	return explain_one(status);
 }
 
 /* ---------------------------------------------------------------- */
 
-int ipc_dispatch(uint32_t command, int64_t until_ns)
+int sharing_dispatch(uint32_t command, int64_t until_ns)
 {
 	int status;
 

@@ -11,9 +11,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ipc.h"
-#include "lookup.h"
-#include "memory.h"
+#include "memory/ipc.h"
+#include "memory/lookup.h"
+#include "memory/memory.h"
+#include "sharing.h"
 
 #define DISABLE_TIMING 2u /* cudaEventDisableTiming, which events for other processes need */
 #define INTERPROCESS 4u
@@ -97,12 +98,12 @@ static int wait_for(void *event)
 	return status;
 }
 
+/* Asks the driver: captures that were begun through it are not counted (nccl/capture.c). */
 static bool is_captured(void *stream)
 {
 	int capturing = 0;
 
-	return captures_under_way() && driver()->cuStreamIsCapturing &&
-	       (driver()->cuStreamIsCapturing(stream, &capturing) || capturing);
+	return driver()->cuStreamIsCapturing && (driver()->cuStreamIsCapturing(stream, &capturing) || capturing);
 }
 
 /* The program has recorded it. What a capture records becomes part of a graph, and nothing to wait for. */
@@ -111,13 +112,13 @@ static int recorded(void *event, void *stream)
 	struct shared_event *found;
 	bool shared;
 
-	if (!LOAD(&complete) || !driver() || is_captured(stream))
+	if (!LOAD(&complete) || !driver())
 		return 0;
 	pthread_mutex_lock(&mutex);
 	found = find(event);
 	shared = found && found->complete;
 	pthread_mutex_unlock(&mutex);
-	return shared ? wait_for(event) : 0;
+	return shared && !is_captured(stream) ? wait_for(event) : 0;
 }
 
 static bool usable(void)
@@ -168,7 +169,7 @@ bool memory_event_open(void **event, const void *handle, const void *caller, int
 }
 
 /* In a forked child. The records are its parent's, and stay where they are. */
-void ipc_events_forget(void)
+void sharing_forget(void)
 {
 	memset(lists, 0, sizeof(lists));
 	known = complete = 0;
