@@ -148,7 +148,7 @@ def test_concurrent_moves_to_a_node_get_different_gpus(lab: GpuCluster) -> None:
 @pytest.mark.parametrize(
     ("arguments", "node", "change", "name"),
     [
-        (("--export", "--blocks", "8"), "", {}, "gpu-ipc"),  # smaller than what the shim backs
+        (("--export",), "", {}, "gpu-ipc"),
         ((), SOURCE, {"driver_version": "565.57.01"}, "gpu-driver"),
         ((), TARGET, {"driver_version": "580.65.06"}, "gpu-driver"),
         ((), TARGET, {"name": "NVIDIA A100"}, "gpu-chip"),

@@ -90,15 +90,15 @@ def journalled_bytes(lab: GpuCluster, move: str) -> int:
 
 
 @pytest.mark.sampled(2, group="offloads")
-def test_rank_that_starts_sharing_memory_of_cuda_before_the_freeze_continues(lab: GpuCluster) -> None:
+def test_rank_that_starts_sharing_memory_before_the_freeze_continues(lab: GpuCluster) -> None:
     share = lab.cluster.folder / f"share-{time.monotonic_ns()}"
-    job = lab.job(SOURCE, *LARGE, "--export-when", str(share), pace_s=0.05, options=("--device-memory", "driver"))
+    job = start(lab, *LARGE, "--export-when", str(share))
     job.await_lines(5)
     with lab.cluster.moving(job, TARGET, SOURCE, Point.READY) as asked:  # preflight has passed by now
         share.touch()
         job.await_progress(3)
     assert asked.code == UNDONE
-    assert "gpu-ipc: since preflight it was found that the rank shares" in asked.answer["reason"], asked.answer
+    assert "has begun to share device memory" in asked.answer["reason"], asked.answer
     refused = lab.cluster.migrator("check", "--rank", "0", "--job", job.name, "--to", TARGET)
     assert "gpu-ipc" in refused.stdout
     lab.ends_well(job)

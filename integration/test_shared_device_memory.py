@@ -15,15 +15,17 @@ from integration.gpu_nodes import GpuCluster
 from integration.harness import Job
 from integration.job_commands import ask
 from integration.job_device_memory import kill
-from integration.offloads import SOURCE, TARGET, UNDONE, part, start
+from integration.offloads import SOURCE, TARGET, UNDONE, part
 from snapshotd.runtime.faults import Point
 
+REFUSED = 10
 SHARED = ("--mib", "16", "--blocks", "4", "--api", "runtime", "--shared", "2")
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["held", "files"])
 def sharing_lab(fake_gpu_lab: GpuCluster, request: pytest.FixtureRequest) -> Iterator[GpuCluster]:
-    with configured(fake_gpu_lab.cluster, (SOURCE, TARGET), {"hold_device_memory": request.param}):
+    keys = {"hold_device_memory": request.param, "move_shared_device_memory": True}
+    with configured(fake_gpu_lab.cluster, (SOURCE, TARGET), keys):
         yield fake_gpu_lab
 
 
@@ -33,16 +35,19 @@ def sharing(sharing_lab: GpuCluster) -> Iterator[GpuCluster]:
     sharing_lab.reset()
 
 
-def begun(lab: GpuCluster) -> Job:
-    job = start(lab, *SHARED)
+def begun(lab: GpuCluster, device_memory: str = "shared") -> Job:
+    job = lab.job(SOURCE, *SHARED, pace_s=0.05, options=("--device-memory", device_memory))
     job.await_lines(5)
     return job
 
 
+def checked(lab: GpuCluster, job: Job) -> str:
+    return lab.cluster.migrator("check", "--rank", "0", "--job", job.name, "--to", TARGET).stdout
+
+
 def test_rank_that_shares_memory_moves_there_and_back_twice(sharing: GpuCluster) -> None:
     job = begun(sharing)
-    check = sharing.cluster.migrator("check", "--rank", "0", "--job", job.name, "--to", TARGET)
-    assert "3 handles exported, 4 opened" in check.stdout
+    assert "3 handles exported, 4 opened" in checked(sharing, job)
     for to in (TARGET, SOURCE, TARGET, SOURCE):
         moved = sharing.cluster.move(job, to)
         assert moved["warnings"] == []
@@ -86,3 +91,24 @@ def test_rank_that_shares_memory_is_snapshotted_and_rolled_back(sharing: GpuClus
     ask(sharing.cluster, "rollback", job.name)
     job.await_progress(3)
     sharing.ends_well(job)
+
+
+def test_job_that_was_started_as_usual_is_refused(sharing: GpuCluster) -> None:
+    """Its events are CUDA's own, and what it shares is not closed."""
+    job = begun(sharing, "offload")
+    assert "that only CUDA knows" in (said := checked(sharing, job))
+    assert "--device-memory shared" in said
+    sharing.cluster.move(job, TARGET, expect=REFUSED)
+    sharing.ends_well(job)
+
+
+@pytest.mark.parametrize("node", [SOURCE, TARGET])
+def test_setting_of_the_node_that_the_rank_leaves_counts(sharing: GpuCluster, node: str) -> None:
+    with configured(sharing.cluster, [node], {"move_shared_device_memory": False}):
+        job = begun(sharing)
+        if node == SOURCE:
+            assert "move_shared_device_memory = true" in checked(sharing, job)
+            sharing.cluster.move(job, TARGET, expect=REFUSED)
+        else:
+            sharing.cluster.move(job, TARGET)
+        sharing.ends_well(job)

@@ -1,4 +1,5 @@
-"""A job whose processes share device memory (CUDA IPC) runs under `migrator run` as without it, and moves there and back."""
+"""A job whose processes share device memory (CUDA IPC) runs under `migrator run` as without it. With `--device-memory
+shared`, and the setting on both nodes, it moves there and back; otherwise a move is refused."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.configuring import configured
 from integration.gpu.gpu_jobs import PATIENCE_S, SOURCE, TARGET, hold_device_memory, needs_cuda
 from integration.harness import Cluster, Job, until
 
@@ -40,23 +42,25 @@ def test_rank_that_shares_device_memory_moves_there_and_back(nodes: Cluster, hel
     """Tensors that torch passes between processes, with the events that come with them."""
     hold_device_memory(nodes, (SOURCE, TARGET), on=held)
     try:
-        _moves_there_and_back(nodes)
+        with configured(nodes, (SOURCE, TARGET), {"move_shared_device_memory": True}):
+            _moves_there_and_back(nodes)
     finally:
         hold_device_memory(nodes, (SOURCE, TARGET), on=False)
 
 
 def _moves_there_and_back(nodes: Cluster) -> None:
-    end = nodes.folder / "sharing-offload.end"
-    job = _begun(nodes, end, "offload")
+    end = nodes.folder / "sharing-shared.end"
+    job = _begun(nodes, end, "shared")
     for to in (TARGET, SOURCE):
         moved = nodes.move(job, to, timeout_s=PATIENCE_S)
         assert "close-shared" in {part["name"] for part in moved["parts"]}
     _ends_well(job, end)
 
 
-def test_rank_that_shares_memory_of_cuda_runs_and_is_refused(nodes: Cluster) -> None:
-    end = nodes.folder / "sharing-driver.end"
-    job = _begun(nodes, end, "driver")
+@pytest.mark.parametrize("device_memory", ["driver", "offload", "shared"])
+def test_rank_that_shares_device_memory_runs_and_is_refused(nodes: Cluster, device_memory: str) -> None:
+    end = nodes.folder / f"sharing-{device_memory}.refused"
+    job = _begun(nodes, end, device_memory)
     done = nodes.migrator("check", "--rank", "0", "--job", job.name, "--to", TARGET)
     _ends_well(job, end)
     assert done.returncode != 0

@@ -68,6 +68,12 @@ class Shared:
             raise devmem._failure(self.process, f"shared again: it cannot {what}", answer)
 
 
+def is_outside(process: Process) -> bool:
+    """Whether a process of another rank has got some of its memory."""
+    found = find(process)
+    return found is not None and found.state().shared_outside
+
+
 def is_shared(process: Process) -> bool:
     """Whether it has exported memory that the shim backs."""
     found = find(process)

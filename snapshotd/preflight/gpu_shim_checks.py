@@ -17,7 +17,7 @@ from snapshotd.preflight.gpu_checks import VISIBLE, cuda_processes, uses
 from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.process_info import ProcessInfo
 from snapshotd.preflight.reports import DriverReport
-from snapshotd.preflight.shared_memory import REMEDY, Sharing, why_not
+from snapshotd.preflight.shared_memory import Sharing, lasting
 from snapshotd.preflight.verdict import listed, passed, refused, warned
 from snapshotd.proc import environ
 from snapshotd.proc.room import RESERVE_BYTES
@@ -27,7 +27,7 @@ from snapshotd.proc.tree import Process
 _MANAGED_ABOVE = 1 << 40
 _MANAGED_DEVICE = "/dev/nvidia-uvm"
 #: What `migrator run` sets for the shim.
-_DEVICE_MEMORY, _OFFLOAD = "SNAPSHIM_DEVICE_MEMORY", "offload"
+_DEVICE_MEMORY, _OFFLOADS = "SNAPSHIM_DEVICE_MEMORY", {"offload", "shared"}
 
 
 class Counters(Sharing, Protocol):
@@ -97,13 +97,22 @@ def _managed_bytes(process: ProcessInfo) -> int:
 
 def ipc(rank: Inspection, gpu: DriverReport, shim: Shim) -> Check:
     """Device memory that two processes share would become two memories, unless the shim closes it and opens it again."""
-    found = [(str(process), counters) for process, counters in _counters(cuda_processes(rank, gpu), shim)]
-    if reason := why_not(found):
-        return refused("gpu-ipc", reason, REMEDY)
+    processes = cuda_processes(rank, gpu)
+    stuck, found = lasting(
+        lambda: [(str(process), counters) for process, counters in _counters(processes, shim)], moves=rank.moves_shared
+    )
+    if stuck is not None:
+        return refused("gpu-ipc", stuck.reason, stuck.remedy)
     exports, imports = (sum(getattr(one, name) for _, one in found) for name in ("exports", "imports"))
     if exports or imports:
         return passed("gpu-ipc", f"{exports} handles exported, {imports} opened, all between processes of the rank")
     return passed("gpu-ipc", "no handles exported or opened")
+
+
+def shares(rank: Inspection, gpu: DriverReport, shim: Shim) -> bool:
+    """Whether its processes share device memory that moves with it."""
+    found = _counters(cuda_processes(rank, gpu), shim)
+    return rank.moves_shared and any(counters.exports or counters.imports for _, counters in found)
 
 
 def visible_devices(rank: Inspection, gpu: DriverReport, shim: Shim) -> dict[int, str]:
@@ -136,7 +145,7 @@ def device_memory(rank: Inspection, gpu: DriverReport, shim: Shim) -> Check:
     shown = f"{_DEVICE_MEMORY}={'|'.join(sorted(values))}"
     found = _offloaded(holders, shim)
     if not found:
-        if _OFFLOAD in values:
+        if _OFFLOADS & values:
             return warned(
                 "gpu-device-memory",
                 f"{shown}, but no process has {devmem.LEAST_BYTES >> 20} MiB of memory that the shim backs: the driver's"

@@ -218,7 +218,7 @@ class Offload:
             await parts.time("unlock", each([one.process for one in left], lambda one: gpus.unlock(one, LOCK_S)))
             if not (left := await self._copy(left, parts)):
                 break
-            await sharing.must_stay_parked([one.process for one in left])
+            await sharing.must_stay_parked(held)
         if left:  # a call that a parked thread blocks returns only once it is released; then everything can be given up
             await self._let_go_and_hold(gpus, left, parts, drop=True)
             await stop_others()

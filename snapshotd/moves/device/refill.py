@@ -20,6 +20,7 @@ from typing import Any
 from snapshotd.api.errors import Damaged, GpuFailed, RankGone, SnapshotError, Unreachable, Where
 from snapshotd.holder.client import Holder
 from snapshotd.inprocess import devmem
+from snapshotd.inprocess import sharing as shared
 from snapshotd.inprocess.devmem import DeviceMemory
 from snapshotd.moves.device import hold, sharing, stripe_files
 from snapshotd.moves.device.fills import Fills
@@ -59,9 +60,13 @@ async def on_source(image_dir: Path, move_log: MoveLog, holder: Holder) -> None:
     def replaces(one: StripedProcess) -> bool:
         """Whether it gets other memory than it has."""
         try:
-            return one.process.alive() and (devmem.is_out(one.process) or hold.imports(one.process))
+            return one.process.alive() and (devmem.is_out(one.process) or gets_its_own(one))
         except RankGone:
             return False
+
+    def gets_its_own(one: StripedProcess) -> bool:
+        """What another rank has opened meanwhile would not be this one's memory any more."""
+        return hold.imports(one.process) and not shared.is_outside(one.process)
 
     def make_own(one: StripedProcess) -> None:
         if not one.taken_over:  # there may be no room for a copy while the target has it, too: with the next move
@@ -75,7 +80,7 @@ async def on_source(image_dir: Path, move_log: MoveLog, holder: Holder) -> None:
         memory.cancel()  # a command from before a restart of this daemon
         if not memory.offloaded():
             _drop(memory)
-            if one.held and hold.imports(process):
+            if one.held and gets_its_own(one):
                 # Not its own, because a daemon was killed in between. What is still kept of it needs the room.
                 holder.drop([hold.key_of(move_log.move, process)])
                 make_own(one)

@@ -5,8 +5,9 @@ the rank is at a standstill, before its owner's memory leaves the GPU, and open 
 target, and here when a move is undone or a snapshot goes on. They find what the owner has then, at the same addresses.
 
 Invariant: nothing is closed before every process that shares has tried the calls that follow, because a process whose memory
-is closed cannot be released for a moment. While some is closed, no thread of the processes concerned runs. Every operation
-can be repeated: the processes are asked what is left to do; nothing is remembered.
+is closed cannot be released for a moment. While some is closed, no thread of the rank's CUDA processes runs: one could free
+what another one has closed, or open more. Every operation can be repeated: the processes are asked what is left to do;
+nothing is remembered.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Where
 from snapshotd.cuda.driver import Gpus
 from snapshotd.inprocess import sharing
 from snapshotd.inprocess.devmem import Caught
 from snapshotd.inprocess.sharing import OwnerGone, Shared
+from snapshotd.inprocess.shimctl import ShimState
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.device import standstill
 from snapshotd.moves.device.memory import Lost
 from snapshotd.moves.device.parts import Parts, each
 from snapshotd.moves.device.standstill import LOCK_S
 from snapshotd.preflight import shared_memory
+from snapshotd.preflight.verdict import listed
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import all_at_once, in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -37,32 +40,82 @@ log = logging.getLogger(__name__)
 TRIES, AGAIN_S = 3, 0.01
 
 
+@contextlib.contextmanager
+def _unless_ended(process: Process) -> Iterator[None]:
+    """A process that has ended shares nothing any more. One that is there and cannot be asked is another matter."""
+    try:
+        yield
+    except RankGone:
+        if process.alive():
+            raise
+
+
 def _sharers(processes: Iterable[Process]) -> list[Shared]:
     """Those of these processes that share something. Blocking."""
     found = []
     for process in processes:
-        with contextlib.suppress(RankGone):
+        with _unless_ended(process):
             one = sharing.find(process) if process.alive() else None
             if one is not None and ((state := one.state()).exports or state.imports or state.shared_closed):
                 found.append(one)
     return found
 
 
-def _refused(reason: str, where: Where = Where.SOURCE_FROZEN) -> GpuFailed:
-    return GpuFailed(f"gpu-ipc: {reason}", remedy=shared_memory.REMEDY, where=where)
+def _refused(reason: str, where: Where = Where.SOURCE_FROZEN, remedy: str = "") -> GpuFailed:
+    return GpuFailed(
+        f"gpu-ipc: {reason}", remedy=remedy or "run `migrator check` to see when the rank can move", where=where
+    )
 
 
-async def attempt(processes: Sequence[Process]) -> None:
-    """While the job runs: finds out whether what is shared can be closed and opened. Raises GpuFailed."""
+async def attempt(processes: Sequence[Process], *, known: bool) -> None:
+    """While the job runs: finds out whether what is shared can be closed and opened. Raises GpuFailed. `known`: the preflight
+    has found that this rank shares memory, and that all nodes concerned can move it."""
+    if not known:
+        return  # what it has begun to share since is found in the freeze
     for one in await in_thread(_sharers, processes):
         try:
             await in_thread(one.attempt)
         except OwnerGone as error:
             raise _refused(error.message, Where.SOURCE_RUNNING) from error
-        except GpuFailed as error:  # a library that does not know how; what it shares may still be closed by the job
-            log.info("process %d cannot close what it shares: %s", one.process.pid, error.message)
-        except (Caught, RankGone) as error:
+        except Caught as error:
             log.info("process %d: %s", one.process.pid, error)
+        except RankGone:
+            if one.process.alive():
+                raise
+        except GpuFailed as error:
+            await in_thread(_must_last, processes)
+            raise _refused(error.message, Where.SOURCE_RUNNING) from error
+    await in_thread(_must_last, processes)
+
+
+def _must_last(processes: Sequence[Process]) -> None:
+    stuck, _ = shared_memory.lasting(lambda: _states(_sharers(processes)))
+    if stuck is not None:
+        raise _refused(stuck.reason, Where.SOURCE_RUNNING, stuck.remedy)
+
+
+def _states(sharers: Iterable[Shared]) -> list[tuple[str, ShimState]]:
+    found = []
+    for one in sharers:
+        with _unless_ended(one.process):
+            found.append((f"process {one.process.pid}", one.state()))
+    return found
+
+
+async def must_leave_in_stripes(processes: Sequence[Process], striped: Iterable[Process], why: str) -> None:
+    """While the job runs, when offloading is prepared: the driver's checkpoint does not carry memory that is shared.
+    `striped`: those whose memory is offloaded, or kept on its GPU. Raises GpuFailed."""
+    leaving = set(striped)
+
+    def check() -> None:
+        for one in _sharers(processes):
+            with _unless_ended(one.process):
+                if one.state().exports and one.process not in leaving:
+                    text = f"process {one.process.pid} shares device memory, which cannot be offloaded"
+                    remedy = "the preflight's gpu-device-memory and gpu-offload-room say what offloading needs"
+                    raise _refused(f"{text}: {why}" if why else text, Where.SOURCE_RUNNING, remedy)
+
+    await in_thread(check)
 
 
 async def close(
@@ -71,26 +124,35 @@ async def close(
     others: Sequence[RankEntry],
     parts: Parts,
     stop_others: Callable[[], Awaitable[None]],
+    *,
+    known: bool,
 ) -> None:
     """The processes are at a standstill before and after. `others`: other ranks on this node. `stop_others` stops processes
-    that one of them has forked while its threads were released. Raises GpuFailed; the undo opens what was closed."""
+    that one of them has forked while its threads were released. `known`: as of `attempt`. Raises GpuFailed; the undo opens
+    what was closed."""
     sharers = await in_thread(_sharers, processes)
     if not sharers:
         return
-    left = list(sharers)
+    if not known:
+        counts = [
+            f"{name}: {state.exports} handles exported, {state.imports} opened" for name, state in _states(sharers)
+        ]
+        raise _refused(f"the rank has begun to share device memory (CUDA IPC) since preflight: {listed(counts)}")
+    caught: list[Shared] = []
     for again in range(TRIES):
-        if again:
-            caught = [one.process for one in left]
-            await standstill.let_go(caught)
+        if again:  # all of them: what one frees meanwhile, another one may have open, and has tried in vain
+            released = [one.process for one in sharers]
+            await standstill.let_go(released)
             await asyncio.sleep(AGAIN_S)
-            await standstill.still(gpus, caught, caught, parts)
+            await standstill.still(gpus, released, released, parts)
             await stop_others()
-        await each([one.process for one in left], lambda process: gpus.unlock(process, LOCK_S))
-        left = [one for one in left if not await in_thread(_tried, one)]
-        if not left:
+            sharers = await in_thread(_sharers, processes)
+        await each([one.process for one in sharers], lambda process: gpus.unlock(process, LOCK_S))
+        caught = [one for one in sharers if not await in_thread(_tried, one)]
+        if not caught:
             break
-    if left:
-        pids = ", ".join(str(one.process.pid) for one in left)
+    else:
+        pids = ", ".join(str(one.process.pid) for one in caught)
         raise _refused(f"{TRIES} times in a row threads of process {pids} were in the middle of a call into CUDA")
     await in_thread(_must_move, sharers, others)
     await parts.time("close-shared", all_at_once(_close, sharers))
@@ -100,34 +162,29 @@ async def close(
 
 def _tried(one: Shared) -> bool:
     try:
-        one.attempt()
+        with _unless_ended(one.process):
+            one.attempt()
     except Caught as caught:
         log.info("releasing threads to try again: process %d: %s", one.process.pid, caught)
         return False
     except OwnerGone as error:
         raise _refused(error.message) from error
     except GpuFailed as error:
-        if reason := shared_memory.why_not([(f"process {one.process.pid}", one.state())]):
-            raise _refused(f"since preflight it was found that {reason}") from error
-        raise
-    except RankGone:
-        pass
+        raise _refused(error.message) from error
     return True
 
 
 def _close(one: Shared) -> None:
-    with contextlib.suppress(RankGone):
+    with _unless_ended(one.process):
         one.close()
 
 
 def _must_move(sharers: Sequence[Shared], others: Iterable[RankEntry]) -> None:
-    """Preflight has checked this, but the job kept running. Memory that two processes share would become two copies."""
-    states = []
-    for one in sharers:
-        with contextlib.suppress(RankGone):
-            states.append((f"process {one.process.pid}", one.state()))
-    if reason := shared_memory.why_not(states):
-        raise _refused(f"since preflight it was found that {reason}")
+    """Preflight has checked this, but the job kept running. Memory that two processes share would become two copies. From
+    here on processes of other ranks get nothing."""
+    states = _states(sharers)
+    if (stuck := shared_memory.why_not(states)) is not None:
+        raise _refused(f"since preflight it was found that {stuck.reason}", remedy=stuck.remedy)
     servers = {state.server for _, state in states if state.exports}
     for entry in others if servers else ():
         for pid in entry.group.pids():
@@ -136,6 +193,7 @@ def _must_move(sharers: Sequence[Shared], others: Iterable[RankEntry]) -> None:
 
 
 def _opened_from(pid: int) -> set[int]:
+    """Nothing of a process without a shim, which could not have opened it."""
     with contextlib.suppress(SnapshotError, ProcessLookupError, FileNotFoundError):
         guest = sharing.find(Process.of(pid))
         return set(guest.state().opened_from) if guest is not None else set()
@@ -147,28 +205,32 @@ async def must_be_out(processes: Sequence[Process]) -> None:
 
     def check() -> None:
         for one in _sharers(processes):
-            state = one.state()
-            if state.exports and not state.device_offloaded:
-                raise _refused(
-                    f"process {one.process.pid} shares device memory with others (CUDA IPC), and it could not be offloaded"
-                )
+            with _unless_ended(one.process):
+                state = one.state()
+                if state.imports and not state.imports_closed:
+                    raise _refused(f"process {one.process.pid} has device memory of other processes open (CUDA IPC)")
+                if state.exports and not state.device_offloaded:
+                    raise _refused(
+                        f"process {one.process.pid} shares device memory with others (CUDA IPC), and it could not be"
+                        " offloaded"
+                    )
 
     await in_thread(check)
 
 
 async def must_stay_parked(processes: Sequence[Process]) -> None:
-    """Raises GpuFailed if one of these processes shares memory: what the others have of it is closed, and could not be opened
-    if it were freed now."""
+    """Raises GpuFailed if some of these processes, all of a rank, share memory. It is closed, and none of them may run for
+    a moment: it could free what another one has to open again, or open what it could not close."""
     if sharers := await in_thread(_sharers, processes):
         pids = ", ".join(str(one.process.pid) for one in sharers)
-        raise _refused(f"threads of process {pids}, which shares memory, are in the middle of a call into CUDA")
+        raise _refused(f"a thread is in the middle of a call into CUDA, while what process {pids} shares is closed")
 
 
 def close_again(processes: Sequence[Process]) -> None:
     """An owner's memory is about to be replaced, in an undo that is repeated: closes what was opened meanwhile. Blocking.
     Where threads run nothing is closed, and no memory is replaced."""
     for one in _sharers(processes):
-        with contextlib.suppress(RankGone):
+        with _unless_ended(one.process):
             if (state := one.state()).parked and state.imports:
                 one.close()
 
@@ -178,11 +240,11 @@ def reopen(processes: Sequence[Process]) -> None:
     has open had an owner that has ended."""
     sharers = _sharers(processes)
     for one in sharers:
-        with contextlib.suppress(RankGone):
+        with _unless_ended(one.process):
             if one.state().shared_closed:
                 one.offer()
     for one in sharers:
-        with contextlib.suppress(RankGone):
+        with _unless_ended(one.process):
             if one.state().shared_closed:
                 _open(one, sharers)
 
@@ -191,7 +253,7 @@ def _open(one: Shared, sharers: Sequence[Shared]) -> None:
     try:
         one.open()
     except OwnerGone as error:
-        servers = {other.state().server for other in sharers if other.process.alive()}
+        servers = {state.server for _, state in _states(sharers)}
         if set(one.state().opened_from) <= servers:
             raise
         raise Lost(f"device memory that process {one.process.pid} shares is gone: its owner has ended") from error

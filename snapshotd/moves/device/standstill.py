@@ -11,6 +11,7 @@ and the shim are asked what is left to do; nothing is remembered. A thread whose
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -115,8 +116,20 @@ def must_be_parked(process: Process) -> None:
 
 
 async def let_go(processes: Sequence[Process]) -> None:
-    """Releases the parked threads. The processes must run. Idempotent."""
+    """Releases the parked threads. The processes must run. Idempotent. None is released while memory that one of them shares
+    is closed: another one could free it."""
+    await each(processes, lambda process: in_thread(_must_be_open, process))
     await each(processes, lambda process: in_thread(_release, process))
+
+
+def _must_be_open(process: Process) -> None:
+    with contextlib.suppress(RankGone):  # a child may end; the others continue
+        mailbox = shimctl.find(process)
+        if mailbox is not None and mailbox.state().shared_closed:
+            raise GpuFailed(
+                f"device memory that process {process.pid} shares with others is not open again: its threads stay parked",
+                where=Where.SOURCE_FROZEN,
+            )
 
 
 def _release(process: Process) -> None:
@@ -128,11 +141,6 @@ def _release(process: Process) -> None:
         if state.device_offloaded:
             raise GpuFailed(
                 f"the device memory of process {process.pid} is not back on its GPU: its threads stay parked",
-                where=Where.SOURCE_FROZEN,
-            )
-        if state.shared_closed:
-            raise GpuFailed(
-                f"device memory that process {process.pid} shares with others is not open again: its threads stay parked",
                 where=Where.SOURCE_FROZEN,
             )
         if state.parked:
