@@ -8,6 +8,9 @@
 
 #include "input.h"
 #include "memory/ipc_server.c"
+#define ipc_server_ask ask_really
+#include "memory/ipc_client.c"
+#undef ipc_server_ask
 
 struct snapshim_mailbox snapshim_mailbox;
 static bool inside; /* whether the client is of this rank */

@@ -9,6 +9,7 @@
  */
 #define _GNU_SOURCE
 #include "ipc_server.h"
+#include "ipc_socket.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -26,12 +27,8 @@
 #include "core/shim.h"
 #include "sharing/sharing.h"
 
-#define NOTHING (-1)
-#define LATER (-2) /* its rank is being moved */
 #define WAITING 64  /* connections that may wait to be accepted */
 #define QUESTION_MS 1000 /* for the request of one client, while others wait */
-#define ANSWER_S 30
-#define AGAIN_US 20000
 #define LINGER_MS 500
 #define BREATH_US 10000
 
@@ -46,11 +43,6 @@ struct offer {
 	int descriptor; /* NOTHING: the memory is away */
 	struct identity identity;
 	struct offer *next;
-};
-
-struct name {
-	struct sockaddr_un address;
-	socklen_t bytes;
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -80,16 +72,6 @@ static bool is_still(int descriptor, struct identity identity)
 	return identity.inode && now.inode == identity.inode && now.device == identity.device;
 }
 
-static struct name name_of(uint64_t server)
-{
-	struct name name = {.address.sun_family = AF_UNIX};
-	int letters = snprintf(name.address.sun_path + 1, sizeof(name.address.sun_path) - 1, "snapshim-%016llx",
-			       (unsigned long long)server);
-
-	name.bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)letters);
-	return name;
-}
-
 /* Whether it is the server's socket still: the job may have closed it. */
 static bool is_server(int descriptor, uint64_t number)
 {
@@ -98,25 +80,6 @@ static bool is_server(int descriptor, uint64_t number)
 	return descriptor >= 0 && getsockname(descriptor, (struct sockaddr *)&bound.address, &bound.bytes) == 0 &&
 	       bound.bytes == wanted.bytes && memcmp(&bound.address, &wanted.address, wanted.bytes) == 0;
 }
-
-static void set_limits(int connection)
-{
-	struct timeval limit = {.tv_sec = ANSWER_S};
-
-	setsockopt(connection, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
-	setsockopt(connection, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
-}
-
-/* Names of abstract sockets belong to no user: once a server has ended, any user can take its name. */
-static bool is_of_our_user(int connection, struct ucred *other)
-{
-	socklen_t bytes = sizeof(*other);
-
-	return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, other, &bytes) == 0 &&
-	       (other->uid == geteuid() || other->uid == 0);
-}
-
-/* ---------------------------------------------------------------- the server */
 
 /* What has left for another rank is noted before, so that no check between the two finds nothing. */
 static void send_descriptor(int connection, uint64_t number, bool inside)
@@ -361,74 +324,4 @@ void ipc_server_forget(void)
 	offered = 0;
 	only_inside = false;
 	mutex = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-}
-
-/* ---------------------------------------------------------------- the client */
-
-/* The other process may send more than was asked for: every descriptor that came is kept by the caller or closed. */
-static int receive_descriptor(int connection)
-{
-	union {
-		struct cmsghdr head;
-		char bytes[CMSG_SPACE(sizeof(int))];
-	} control = {0};
-	uint64_t number;
-	struct iovec text = {.iov_base = &number, .iov_len = sizeof(number)};
-	struct msghdr message = {
-		.msg_iov = &text, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
-	struct cmsghdr *head;
-	int descriptor = NOTHING;
-	ssize_t bytes;
-
-	do
-		bytes = recvmsg(connection, &message, MSG_CMSG_CLOEXEC);
-	while (bytes < 0 && errno == EINTR);
-	head = bytes >= 0 ? CMSG_FIRSTHDR(&message) : NULL;
-	if (bytes == sizeof(number) && !head && number == 0)
-		return LATER;
-	if (!head || head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS)
-		return NOTHING;
-	/* The buffer's padding has room for a second one. */
-	for (size_t at = 0; at + sizeof(int) <= head->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
-		int one;
-
-		memcpy(&one, CMSG_DATA(head) + at, sizeof(int));
-		if (bytes == sizeof(number) && head->cmsg_len == CMSG_LEN(sizeof(int)))
-			descriptor = one;
-		else
-			close(one);
-	}
-	return descriptor;
-}
-
-static int ask_once(uint64_t server, uint64_t number)
-{
-	struct ucred other;
-	struct name name = name_of(server);
-	int connection = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-	int descriptor = NOTHING, status;
-
-	if (connection < 0)
-		return NOTHING;
-	set_limits(connection);
-	do
-		status = connect(connection, (struct sockaddr *)&name.address, name.bytes);
-	while (status && errno == EINTR);
-	if (!status && is_of_our_user(connection, &other) &&
-	    send(connection, &number, sizeof(number), MSG_NOSIGNAL) == sizeof(number))
-		descriptor = receive_descriptor(connection);
-	close(connection);
-	return descriptor;
-}
-
-int ipc_server_ask(uint64_t server, uint64_t number, int patience_s)
-{
-	int64_t until_ns = now_ns() + patience_s * 1000000000LL;
-	int descriptor = ask_once(server, number);
-
-	while (descriptor == LATER && now_ns() < until_ns) {
-		pause_us(AGAIN_US);
-		descriptor = ask_once(server, number);
-	}
-	return descriptor == LATER ? NOTHING : descriptor;
 }

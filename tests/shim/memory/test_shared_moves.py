@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
@@ -15,8 +14,6 @@ from snapshotd.api.errors import GpuFailed
 from snapshotd.cuda.driver import Gpus
 from snapshotd.inprocess.devmem import Caught
 from snapshotd.inprocess.sharing import OwnerGone, Shared
-from snapshotd.proc import cgroup
-from snapshotd.proc.cgroup import Cgroup
 from tests.descriptors import open_links
 from tests.fakes.cuda_fake import GpuNode
 from tests.shim.jobs import STUCK_S
@@ -26,9 +23,6 @@ from tests.shim.memory.test_holding import Held, hand_over, holding, own, take_b
 from tests.shim.memory.test_with_the_driver import caught_at_the_lock
 
 FIRST_WORD = str(1 << 32)
-NOT_READY = "600"
-INTERPROCESS = 2 | 4  # such events cannot measure time
-BUSY_MS = 400
 
 
 @pytest.fixture
@@ -316,65 +310,6 @@ def test_memory_that_the_owner_has_lost_is_not_offered(start_job: Start, node: G
         shared(guest).open()
 
 
-# ---------------------------------------------------------------- processes of other ranks
-
-
-@contextlib.contextmanager
-def outside(job: DeviceJob) -> Iterator[None]:
-    """A rank has a cgroup of its own."""
-    if os.geteuid() != 0:
-        pytest.skip("a cgroup is made by root")
-    home = Cgroup(cgroup.of_process(job.pid))
-    group = Cgroup(home.path / f"test-outside-{job.pid}").create()
-    group.add(job.pid)
-    try:
-        yield
-    finally:
-        home.add(job.pid)
-        group.path.rmdir()
-
-
-def test_rank_whose_memory_another_rank_has_got_does_not_move(start_job: Start) -> None:
-    owner, guest = start_job("fill 4"), start_job()
-    with outside(guest):
-        handle = said(owner, "share 0")
-        assert said(guest, f"open {handle}").startswith("0x"), "while nothing moves it is served as any process"
-    assert said(guest, "peek") == FIRST_WORD
-    assert owner.mailbox().state().shared_outside
-    for parked in (False, True):
-        if parked:
-            owner.park_threads()
-        with pytest.raises(GpuFailed, match="of another rank, or of none"):
-            shared(owner).attempt()
-    owner.release()
-    assert owner.do("shrink") == "done"
-    assert not owner.mailbox().state().shared_outside, "nothing of what was shared is left"
-
-
-@pytest.mark.parametrize("moves", [True, False], ids=["closed", "tried"])
-def test_other_ranks_wait_for_the_end_of_a_move(start_job: Start, moves: bool) -> None:
-    """Between the check and the freeze of the rank no process of another one gets memory."""
-    owner, guest, other = start_job("fill 4"), start_job(), start_job()
-    share(owner, guest)
-    handle = said(owner, "share 0")
-    with outside(other):
-        if moves:
-            close(owner, guest)
-        else:
-            owner.park_threads()
-            shared(owner).attempt()
-        other.say(f"open {handle}")
-        time.sleep(0.5)
-        assert not owner.mailbox().state().shared_outside
-        if moves:
-            reopen(owner, guest)
-        else:
-            owner.release()
-        assert other.hear().startswith("0x")
-    assert owner.mailbox().state().shared_outside
-    assert said(other, "peek") == FIRST_WORD
-
-
 def test_mailbox_shows_whose_memory_is_open(start_job: Start) -> None:
     owners, guest = [start_job("fill 4"), start_job("fill 4")], start_job()
     for owner in owners:
@@ -399,77 +334,3 @@ def test_closed_in_a_capture_is_gone_after_a_move(start_job: Start, room: Room) 
     reopen(owner, guest)
     assert guest.mailbox().state().imports == 0
     assert guest.do("captured") == "done"
-
-
-# ---------------------------------------------------------------- events
-
-
-async def test_shared_event_is_complete_and_nothing_of_it_hinders_the_driver(start_job: Start, gpus: Gpus) -> None:
-    owner, guest = start_job("fill 4", f"event {INTERPROCESS}"), start_job()
-    assert owner.do(f"record-behind {BUSY_MS}") == "done"
-    assert said(owner, "event-done") == NOT_READY, "it is not exported yet"
-    began = time.monotonic()
-    handle = said(owner, "share-event")
-    assert time.monotonic() - began > BUSY_MS / 2000
-    assert said(guest, f"open-event {handle}") == "0"
-    assert said(guest, "event-done") == "0"
-    assert (owner.mailbox().state().exports, guest.mailbox().state().imports) == (0, 0)
-    assert owner.do(f"record-behind {BUSY_MS}") == "done"
-    assert said(owner, "event-done") == "0", "a record is waited for, because a guest may wait for it"
-    assert guest.do(f"record-behind {BUSY_MS}") == "done"
-    assert said(guest, "event-done") == "0", "it may record it, too"
-    for job in (owner, guest):
-        job.park_threads()
-        await checkpoint(gpus, job)
-        job.release()
-        assert job.do("no-event") == "done"
-
-
-def test_events_of_one_process_are_cudas_own(start_job: Start) -> None:
-    job = start_job("event 2")
-    assert said(job, "share-event") == "error-1"
-    assert job.do(f"record-behind {BUSY_MS}") == "done"
-    assert said(job, "event-done") == NOT_READY
-
-
-@pytest.mark.parametrize("chosen", ["driver", "offload"])
-async def test_events_of_other_libraries_are_cudas_own_and_counted(start_job: Start, gpus: Gpus, chosen: str) -> None:
-    job = start_job("fill 4", f"event {INTERPROCESS}", device_memory=chosen)
-    handle = said(job, "share-event")
-    assert len(handle) == 128
-    assert job.mailbox().state().exports == 1
-    with pytest.raises(GpuFailed, match="CUDA_ERROR_NOT_SUPPORTED"):
-        await checkpoint(gpus, job)
-
-
-@pytest.mark.parametrize("chosen", ["driver", "offload"])
-def test_other_libraries_wait_for_no_event(start_job: Start, chosen: str) -> None:
-    """What the work depends on may come after the call: a wait in the job's thread could last for ever."""
-    job = start_job(f"event {INTERPROCESS}", device_memory=chosen)
-    for _ in range(2):
-        assert job.do(f"record-behind {BUSY_MS}") == "done"
-        assert said(job, "event-done") == NOT_READY
-        assert len(said(job, "share-event")) == 128
-        assert said(job, "event-done") == NOT_READY
-
-
-def test_record_that_is_captured_through_the_driver_is_not_waited_for(start_job: Start) -> None:
-    """It becomes part of a graph; waiting would invalidate the capture."""
-    job = start_job(f"event {INTERPROCESS}")
-    assert len(said(job, "share-event")) == 128
-    assert job.do("driver-capture") == "done"
-    assert job.do(f"record-behind {BUSY_MS}") == "done"
-    assert said(job, "event-done") == NOT_READY
-    assert job.do("driver-captured") == "done"
-    assert job.do(f"record-behind {BUSY_MS}") == "done"
-    assert said(job, "event-done") == "0"
-
-
-def test_destroyed_event_is_forgotten(start_job: Start) -> None:
-    """Another event gets its address, and is not waited for."""
-    job = start_job(f"event {INTERPROCESS}")
-    assert len(said(job, "share-event")) == 128
-    assert job.do("no-event") == "done"
-    assert job.do("event 2") == "done"
-    assert job.do(f"record-behind {BUSY_MS}") == "done"
-    assert said(job, "event-done") == NOT_READY
