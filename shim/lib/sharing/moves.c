@@ -74,7 +74,7 @@ static bool some_place(void **context, int *device)
 	return false;
 }
 
-static int try_calls(struct worker *worker)
+static int try_in_contexts(struct worker *worker)
 {
 	struct cuda_property property;
 	struct block block = {.away = true};
@@ -107,6 +107,19 @@ static int try_calls(struct worker *worker)
 	return status ? status : left ? EIO : 0;
 }
 
+/* The worker itself holds the lock: a call that does not return in time must not leave it to a command that may never come,
+ * for which a thread of a running job would wait. */
+static int try_calls(struct worker *worker)
+{
+	int status;
+
+	if (!contexts_hold(now_ns() + TRY_NS))
+		return worker_fails(worker, EAGAIN, "a thread of the job is ending a CUDA context", 0);
+	status = try_in_contexts(worker);
+	contexts_let_go();
+	return status;
+}
+
 static int find_owners(struct worker *worker)
 {
 	for (const struct opened *record = ipc_opened; record; record = record->next) {
@@ -128,10 +141,7 @@ static int try_all(int64_t until_ns)
 
 	if (LOAD(&snapshim_mailbox.parked) ? !ipc_server_close_to_others() : LOAD(&snapshim_mailbox.ipc_outside))
 		return refuse(EXDEV, "a process of another rank, or of none, has got memory of this process");
-	if (!contexts_hold(until_ns))
-		return refuse(EAGAIN, "a thread of the job is ending a CUDA context");
 	status = workers_finish(1, try_calls, soon_ns < until_ns ? soon_ns : until_ns);
-	let_contexts_go(status);
 	if (status == EINPROGRESS || status == ETIMEDOUT)
 		return refuse(EAGAIN,
 			      "a thread is parked in the middle of a call into CUDA, with a lock that others wait for");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -289,6 +290,20 @@ async def test_thread_with_a_share_of_the_drivers_lock_is_released_for_a_moment(
     await asyncio.to_thread(close, owner, guest)
     await asyncio.to_thread(reopen, owner, guest)
     assert said(guest, "peek") == FIRST_WORD
+
+
+def test_job_can_end_its_context_after_a_check_that_took_too_long(start_job: Start, node: GpuNode) -> None:
+    """The check may be the last thing that anybody asks of it."""
+    owner, guest = start_job("fill 4"), start_job("fill 2")
+    share(owner, guest)
+    node.fault("create", "hold", once=False, pid=guest.pid)
+    with pytest.raises(Caught, match="with a lock that others wait for"):
+        shared(guest).attempt()
+    node.clear_faults()
+    guest.say("reset")
+    assert guest.popen.stdout is not None
+    assert select.select([guest.popen.stdout], [], [], STUCK_S)[0], "it waits for a lock of the check"
+    assert guest.hear() == "done"
 
 
 def test_memory_that_the_owner_has_lost_is_not_offered(start_job: Start, node: GpuNode, held: Held) -> None:
