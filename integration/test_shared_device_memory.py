@@ -6,7 +6,7 @@ shim are real; the fake driver restores no process that has memory of another on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -19,7 +19,8 @@ from integration.offloads import SOURCE, TARGET, UNDONE, part
 from snapshotd.runtime.faults import Point
 
 REFUSED = 10
-SHARED = ("--mib", "16", "--blocks", "4", "--api", "runtime", "--shared", "2")
+LARGE = ("--mib", "16", "--blocks", "4", "--api", "runtime")
+SHARED, EXPORTED = (*LARGE, "--shared", "2"), (*LARGE, "--export")
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["held", "files"])
@@ -35,8 +36,8 @@ def sharing(sharing_lab: GpuCluster) -> Iterator[GpuCluster]:
     sharing_lab.reset()
 
 
-def begun(lab: GpuCluster, device_memory: str = "shared") -> Job:
-    job = lab.job(SOURCE, *SHARED, pace_s=0.05, options=("--device-memory", device_memory))
+def begun(lab: GpuCluster, arguments: Sequence[str] = SHARED, device_memory: str = "shared") -> Job:
+    job = lab.job(SOURCE, *arguments, pace_s=0.05, options=("--device-memory", device_memory))
     job.await_lines(5)
     return job
 
@@ -94,9 +95,8 @@ def test_rank_that_shares_memory_is_snapshotted_and_rolled_back(sharing: GpuClus
 
 
 def test_job_that_was_started_as_usual_is_refused(sharing: GpuCluster) -> None:
-    """Its events are CUDA's own, and what it shares is not closed."""
-    job = begun(sharing, "offload")
-    assert "that only CUDA knows" in (said := checked(sharing, job))
+    job = begun(sharing, EXPORTED, "offload")
+    assert "that does not move with it" in (said := checked(sharing, job))
     assert "--device-memory shared" in said
     sharing.cluster.move(job, TARGET, expect=REFUSED)
     sharing.ends_well(job)

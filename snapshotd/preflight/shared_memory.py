@@ -66,7 +66,7 @@ def why_not(shared: Shared, *, moves: bool = True) -> Stuck | None:
     if any(differ):
         stuck = [text for text, other in zip(counts, differ, strict=True) if other]
         return Stuck(
-            f"the rank shares device memory between processes (CUDA IPC) that only CUDA knows: {listed(stuck)}",
+            f"the rank shares device memory between processes (CUDA IPC) that does not move with it: {listed(stuck)}",
             f"{_START}, without torch's expandable segments and in blocks of 1 MiB and more; or {_OTHERWISE}",
         )
     if outside := [name for name, state in sharers if state.shared_outside]:

@@ -228,8 +228,8 @@ def test_shared_memory_is_refused_unless_the_configuration_allows_it(rank: Start
     [
         ({"opened_from": (5, 6)}, "not in the rank, or have ended", "host memory"),
         ({"shared_outside": True}, "processes that are not in the rank have opened its", "host memory"),
-        ({"moving_exports": 0}, "that only CUDA knows", "--device-memory shared"),
-        ({"moving_imports": 1}, "that only CUDA knows", "--device-memory shared"),
+        ({"moving_exports": 0}, "that does not move with it", "--device-memory shared"),
+        ({"moving_imports": 1}, "that does not move with it", "--device-memory shared"),
     ],
 )
 def test_shared_memory_that_cannot_move_is_refused(
