@@ -8,8 +8,9 @@ progress, whatever the others do: a signal may be lost while output flows.
     guest -> home   sync {in, sig, run, from, replay}  sender's position: input taken, last signal taken; after a rollback
                                                  also which one, where its output begins, and what to do with output that
                                                  is printed again
-    home -> guest   sync {out, shut, win, in, sig}  sender's position: output received per channel, input and signals that it
-                                                 has no longer; then what guest lacks
+    home -> guest   sync {out, shut, win, in, sig, run}  sender's position: output received per channel, input and signals
+                                                 that it has no longer, and the last rollback that it knows; then what
+                                                 guest lacks
     home -> guest   resync {}                    send sync again: something is missing
     guest -> home   out {c, o} + bytes           home -> guest   ack {c, o}     written to the real stdout
     home -> guest   in {o, eof} + bytes          guest -> home   inack {o}      written to the rank's stdin
@@ -114,9 +115,16 @@ class GuestEnd:
             self._exit_sent = self._send("exit", {"status": self.exit_status}, self.report)
 
     def receive(self, frame: Frame) -> None:
-        """Handles a frame from the home keeper. Raises KeyError, TypeError or ValueError if it is invalid."""
+        """Handles a frame from the home keeper. Raises KeyError, TypeError or ValueError if it is invalid.
+
+        After a rollback the first frames may be for the copy that was ended: they waited for a connection. Their offsets
+        are those of another stream."""
         fields = frame.header
         match frame.type:
+            case "sync" if self.run and fields.get("run", self.run) != self.run:
+                pass  # as above; the answer to our own follows. Older home keepers do not say which run they mean.
+            case "ack" if not self._is_synced:
+                pass  # as above, or sent again after the answer
             case "sync":
                 for name, offset in dict(fields["out"]).items():
                     if name in self._sent:
@@ -316,6 +324,7 @@ class HomeEnd:
             "win": list(self.size) if self.size else None,
             "in": self.keyboard.base,
             "sig": self._signals[0][0] - 1 if self._signals else self._last_signal_id,
+            "run": self._run,
         }
         self._send("sync", position)
         for name, tail in self._tails.items():

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from shim.keeper.frames import Frame
 from shim.keeper.relay import BEGIN_MARK, END_MARK, MARK, PASS, SUPPRESS, GuestEnd, HomeEnd
 from shim.keeper.tail import Tail
@@ -60,6 +62,38 @@ def test_output_that_was_printed_before_the_rollback_is_left_out() -> None:
     ends.stdio.tails["1"].append(b"789abc")
     ends.guest.pump()
     assert ends.out.read(10, 100) == b"abc"
+
+
+@pytest.mark.parametrize("stale", [["ack"], ["sync", "ack"]])
+def test_frames_that_were_meant_for_the_former_copy_do_no_harm(stale: list[str]) -> None:
+    """They waited in a daemon for a connection to the rank's node. With their offsets, output that had not been sent counted
+    as written, and nothing arrived ever after."""
+    ends = Ends(0)
+    ends.home._printed["1"].add(b"1\n2\n3\n")
+    ends.stdio.tails["1"] = Tail(2)
+    ends.guest = GuestEnd(ends.guest._loop, ends.stdio, ends._to_home, ends.delivered.append)
+    ends.guest.run = "m-0123456789ab"
+    ends.stdio.tails["1"].append(b"2\n3\n")
+    frames: dict[str, dict[str, Any]] = {"sync": {"out": {"1": 6}, "shut": [], "run": ""}, "ack": {"c": "1", "o": 6}}
+    for kind in stale:
+        ends.guest.receive(Frame({"t": kind, **frames[kind]}, b""))
+    ends.guest.open()
+    ends.guest.pump()
+    ends.stdio.tails["1"].append(b"4\n")
+    ends.guest.pump()
+    assert ends.out.read(0, 100) == b"4\n"
+    ends.out.release(2)  # written to the launcher's stdout
+    ends.home.pump()
+    assert ends.guest.is_settled
+
+
+def test_rank_that_moves_after_a_rollback_is_in_sync() -> None:
+    ends = Ends(0)
+    ends.guest.run = "m-0123456789ab"
+    ends.guest.sync()
+    ends.guest = GuestEnd(ends.guest._loop, ends.stdio, ends._to_home, ends.delivered.append)  # by a move: no rollback
+    ends.guest.open()
+    assert ends.guest._is_synced
 
 
 def test_new_input_and_signals_arrive_after_a_rollback() -> None:
