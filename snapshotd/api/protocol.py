@@ -14,10 +14,7 @@ from __future__ import annotations
 from snapshotd.api.snapshotd_pb2 import Check, Protocol
 
 #: Version 0.1, and builds of 0.2 before its release, say no number.
-NEWEST, OLDEST = 3, 2
-#: Since this number, a target opens device memory again that the processes of a rank share. What is said about such a rank
-#: names no older number, so that daemons which lack that refuse it.
-SHARED_DEVICE_MEMORY = 3
+NEWEST, OLDEST = 2, 2
 
 REMEDY = "install the same version on all nodes and for migrator (ranks keep running while a daemon restarts)"
 

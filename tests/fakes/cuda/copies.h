@@ -2,8 +2,6 @@
 #ifndef FAKE_CUDA_COPIES_H
 #define FAKE_CUDA_COPIES_H
 
-#include <stdbool.h>
-
 #include "cuda_abi.h"
 
 #define EVERY_STREAM NULL
@@ -12,8 +10,5 @@
  * some copy was unmapped meanwhile. */
 CUresult copies_finish(CUstream stream);
 void copies_forget_after_fork(void);
-
-/* streams.c */
-bool streams_have_interprocess_events(void);
 
 #endif
