@@ -163,11 +163,20 @@ class Resumption(JobRun):
                     UnsentImage(part.rank, part.image_node, part.image, error.headline, target=part.node)
                 )
                 failed.append((self.unsent[-1], error))
+                if not self._untried(part):
+                    self.failed = [bad for bad, _ in failed]
+                    raise  # no other attempt follows, so nothing is gained by what the other ranks still send
 
         await each(self.participants, one)
         if failed:
             self.failed = [bad for bad, _ in failed]
             raise failed[0][1]
+
+    def _untried(self, part: pb.Participant) -> bool:
+        """Whether the rank has an image that has not failed yet."""
+        kept = next(one for one in self.suspended.participants if one.rank_uid == part.rank_uid)
+        failed = {one.image for one in (*self.unreadable, *self.unsent)}
+        return any(image not in failed for image in (kept.move, *(copy.move for copy in copies_of(kept))))
 
     async def _answers(self, node: str) -> bool:
         with contextlib.suppress(SnapshotError):

@@ -92,6 +92,12 @@ class Snapshot(Suspension):
         infos = self.answering
         fitting = [node for node in usable if protocol.common(infos[node].protocol, protocol.own()) is not None]
         self.witnesses = witnesses(keepers, fitting, count, self.cluster.labels)
+        if len(self.witnesses) < len(witnesses(keepers, usable, count)):
+            unfit = [node for node in usable if node not in fitting]
+            self.warnings.append(
+                f"{', '.join(unfit)} cannot have a vote on job {self.job}, because of another version of snapshotd: it may"
+                " wait for an operator when a node is lost. Install the same version there, then take another snapshot"
+            )
         if self.witnesses:
             self.stand_ins = stand_ins([*keepers, *self.witnesses], fitting, self.cluster.labels)
 
@@ -200,8 +206,8 @@ class Snapshot(Suspension):
             raise Undone(f"not all nodes have confirmed it: {found.reason}", where=Where.SOURCE_RUNNING)
         self.warnings += [
             f"{node} has a vote on job {self.job}, and has not promised {self.coordinator} to follow it: as long as that is"
-            " so, the job may wait for an operator if another node is lost. Start snapshotd there and see that"
-            f" {self.coordinator} reaches it, or take another snapshot, which gives the vote to a node that answers"
+            " so, the job may wait for an operator if another node is lost. Start snapshotd of this version there and see"
+            f" that {self.coordinator} reaches it, or take another snapshot, which gives the vote to a node that answers"
             for node in found.not_told
         ]
 

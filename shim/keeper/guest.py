@@ -88,8 +88,10 @@ class GuestKeeper:
         self._stdio = Stdio.of_state(self.loop, state, self._identity, Spool.of_orders(orders["spool"]))
         self._relay = GuestEnd(self.loop, self._stdio, self._send_relay, self._deliver)
         self._stdio.may_spool = self._relay.is_cut_off
-        self._relay.run = str(orders.get("run", ""))
-        self._relay.replayed = str(orders.get("replayed", ""))
+        by = (
+            orders if orders.get("run") else state
+        )  # the keeper before this one may not have reached the home keeper since
+        self._relay.run, self._relay.replayed = str(by.get("run", "")), str(by.get("replayed", ""))
         if any(channel.kind == PTY for channel in self._stdio.channels):
             self._relay.typed = self._failure.typed
         handed = state.get("signals", {})
@@ -208,6 +210,7 @@ class GuestKeeper:
             return
         state["report_path"] = self._report_path
         state["signals"] = {"last": self._relay.last_signal_id, "queued": self._queued}
+        state |= {"run": self._relay.run, "replayed": self._relay.replayed}
         self._link.send_state(move, state)
 
     def _let_go(self) -> None:

@@ -123,7 +123,7 @@ class GuestEnd:
         match frame.type:
             case "sync" if self.run and fields.get("run", self.run) != self.run:
                 pass  # as above; the answer to our own follows. Older home keepers do not say which run they mean.
-            case "ack" if not self._is_synced:
+            case "ack" | "in" | "sig" if not self._is_synced:
                 pass  # as above, or sent again after the answer
             case "sync":
                 for name, offset in dict(fields["out"]).items():

@@ -64,6 +64,8 @@ class StdioState(msgspec.Struct, frozen=True, kw_only=True):
     input: InputState = msgspec.field(name="in")
     signals: SignalState
     report_path: Annotated[str, Meta(max_length=4096, pattern=r"^(/[^\x00]*)?\Z")] = ""
+    run: Annotated[str, Meta(pattern=r"^[a-z0-9-]{0,64}\Z")] = ""  # after a rollback, as in shim/keeper/relay.py
+    replayed: Literal["", "suppress", "mark", "pass"] = ""
 
     def __post_init__(self) -> None:
         numbers = [fd for channel in self.channels for fd in channel.fds]

@@ -267,6 +267,12 @@ async def test_node_of_a_version_that_does_not_fit_has_no_vote() -> None:
     run = await inspected(cluster)
     await run.begin_job(1.0)
     assert (list(cluster.begun.witnesses), list(cluster.begun.stand_ins)) == (["node-4"], [])
+    assert run.warnings == []
+    await run.close()
+    cluster.protocols["node-4"] = pb.Protocol()
+    run = await inspected(cluster)
+    (warning,) = run.warnings
+    assert warning.startswith("node-3, node-4, node-5 cannot have a vote on job night, because of another version")
     await run.close()
 
 
@@ -293,7 +299,7 @@ async def test_snapshot_is_reported_when_all_that_have_a_vote_have_promised(monk
     await run.confirm(1.0)
     (warning,) = run.warnings
     assert warning.startswith("node-3 has a vote on job night, and has not promised node-1 to follow it")
-    assert "Start snapshotd there" in warning
+    assert "Start snapshotd of this version there" in warning
     cluster.outcomes = [pb.Outcome(reason="rank 1 is not bound")]
     with pytest.raises(Undone, match="rank 1 is not bound"):
         await run.confirm(1.0)

@@ -10,6 +10,7 @@ import signal
 from asyncio.subprocess import Process
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from snapshotd.keepers.link import KeeperLink
@@ -294,3 +295,16 @@ async def test_exit_before_activation_does_not_end_the_home_keeper(node: Node, o
     link.rank.signal(signal.SIGCONT)
     keeper.terminate()
     assert await keeper.wait() == -signal.SIGTERM
+
+
+async def test_rollback_that_the_home_keeper_may_not_know_yet_goes_along(node: Node, other: Node) -> None:
+    """With the state of a rank that moves on: its home node may have been out of reach since."""
+    await node.launch("sleep", "1000")
+    home = await node.reported("connected")
+    state = msgspec.structs.replace(await freeze(home), run="m-00000000000a", replayed="mark")
+    guest = await Guest.start(other, home, MOVE, state)
+    await guest.restore(("sleep", "1000"))
+    await guest.activate()
+    await guest.link.hold("m-ba9876543210")
+    handed = await guest.link.drain("m-ba9876543210")
+    assert (handed.run, handed.replayed) == ("m-00000000000a", "mark")

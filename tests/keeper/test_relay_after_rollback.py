@@ -64,7 +64,7 @@ def test_output_that_was_printed_before_the_rollback_is_left_out() -> None:
     assert ends.out.read(10, 100) == b"abc"
 
 
-@pytest.mark.parametrize("stale", [["ack"], ["sync", "ack"]])
+@pytest.mark.parametrize("stale", [["ack"], ["sync", "ack"], ["sig"], ["sync", "sig"]])
 def test_frames_that_were_meant_for_the_former_copy_do_no_harm(stale: list[str]) -> None:
     """They waited in a daemon for a connection to the rank's node. With their offsets, output that had not been sent counted
     as written, and nothing arrived ever after."""
@@ -75,6 +75,7 @@ def test_frames_that_were_meant_for_the_former_copy_do_no_harm(stale: list[str])
     ends.guest.run = "m-0123456789ab"
     ends.stdio.tails["1"].append(b"2\n3\n")
     frames: dict[str, dict[str, Any]] = {"sync": {"out": {"1": 6}, "shut": [], "run": ""}, "ack": {"c": "1", "o": 6}}
+    frames["sig"] = {"n": 15, "id": 1}
     for kind in stale:
         ends.guest.receive(Frame({"t": kind, **frames[kind]}, b""))
     ends.guest.open()
@@ -82,6 +83,7 @@ def test_frames_that_were_meant_for_the_former_copy_do_no_harm(stale: list[str])
     ends.stdio.tails["1"].append(b"4\n")
     ends.guest.pump()
     assert ends.out.read(0, 100) == b"4\n"
+    assert ends.delivered == [], "the former copy has had it, and said so"
     ends.out.release(2)  # written to the launcher's stdout
     ends.home.pump()
     assert ends.guest.is_settled

@@ -93,11 +93,10 @@ class Sending:
             sink.made = await in_thread(made_image.load, self.log)
             if request.target_node == self.node.config.node:
                 await self._must_be_whole(sink.made, files)
-            self.expected_bytes = await in_thread(size_bytes, files)
         if request.target_node == self.node.config.node:
-            linked = await in_thread(self._link_stripes, files)  # into the target's folder: that may have no room
-            self.expected_bytes -= await in_thread(size_bytes, set(files) - set(linked))
-            files = linked
+            files = await in_thread(self._link_stripes, files)  # into the target's folder: that may have no room
+        with readable(self.log, OSError, Unreadable):
+            self.expected_bytes = await in_thread(size_bytes, files)  # once: `look` takes what becomes less for a stall
         async with self._signed(files) as signed:
             await self._send(sink, files, signed)
         log.info("sent the image of rank %s to %s", self.log.begin.rank_uid, request.target_node)
