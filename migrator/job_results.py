@@ -110,22 +110,12 @@ class JobResult:
     warnings: list[str] = field(default_factory=list)
     changed_files: list[ChangedFile] = field(default_factory=list)  # rollback
     unreadable_images: list[UnreadableImage] = field(default_factory=list)  # rollback: copies were used instead
-    unsent_images: list[UnsentImage] = field(default_factory=list)  # … or tried
+    unsent_images: list[UnsentImage] = field(default_factory=list)  # rollback: copies were tried instead
     unsigned_on: list[str] = field(default_factory=list)  # snapshot: nodes whose copies will be refused at a rollback
 
     @property
     def bad_images(self) -> list[BadImage]:
         return [*self.unreadable_images, *self.unsent_images]
-
-    @property
-    def unsigned_copies(self) -> str:
-        """A warning, if there are some."""
-        if not self.unsigned_on:
-            return ""
-        return (
-            f"a rollback will refuse the copies on {', '.join(self.unsigned_on)}: an older version of snapshotd runs there,"
-            " which does not keep what the rank's node has signed. Install the new version there, then take a snapshot"
-        )
 
     def to_json(self) -> dict[str, Any]:
         return {

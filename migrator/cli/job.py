@@ -227,7 +227,7 @@ async def _run(cluster: Cluster, what: str, asked: JobOptions, *, as_json: bool)
 
 
 def _show(result: JobResult) -> None:
-    for warning in (*result.warnings, *filter(None, [result.unsigned_copies])):
+    for warning in result.warnings:
         print(f"{output.styled('warning:', 'yellow', sys.stderr)} {formatting.plain(warning)}", file=sys.stderr)
     for image in result.bad_images:
         print(f"{output.styled('warning:', 'yellow', sys.stderr)} {formatting.plain(image.text)}", file=sys.stderr)

@@ -14,7 +14,7 @@ from snapshotd.api.errors import Refused, Where
 
 Labels = Mapping[str, Mapping[str, str]]
 
-#: How many nodes are named in case that the coordinator cannot ask a witness.
+#: Number of nodes that may replace a witness which the coordinator cannot reach.
 STAND_INS = 3
 
 
@@ -80,13 +80,13 @@ def witnesses(keepers: Sequence[str], usable: Sequence[str], copies: int, labels
 
 
 def stand_ins(voters: Sequence[str], usable: Sequence[str], labels: Labels | None = None) -> list[str]:
-    """Nodes of which one is a witness if the coordinator of a snapshot with these voters cannot ask one of its witnesses."""
+    """Nodes that may replace a witness of these voters which the coordinator cannot reach."""
     others = [node for node in usable if node not in voters]
     return _voters(voters, others, min(len(others), STAND_INS), labels or {})
 
 
 def _voters(known: Sequence[str], others: list[str], count: int, labels: Labels) -> list[str]:
-    """So many of the others, which are used up."""
+    """Moves `count` nodes out of `others`, the best first, and returns them."""
     coordinator, *voters = known
     chosen: list[str] = []
     for _ in range(count):

@@ -1,10 +1,10 @@
 """Which of the nodes that keep an image of a rank is asked for it. Pure.
 
 Every rank of a snapshot has an image on the node where it was made, and copies on others. Whether an image can be read is
-known only when it is sent or restored. Then the attempt is undone, and the next one does without that image. Whether a node
-can send its image to the target is known no sooner either. One failure is enough for the next attempt to use another image:
-that is as good, and how long the failure lasts is not known. After failures of all of them the rollback ends as undone, and
-whoever repeats it begins with the first again: what has failed may work by then.
+known only when it is sent or restored. Then the attempt is undone, and the next one does not use that image. The same holds
+for an image that does not reach its target: after one failure the next attempt uses another image, because all images of a
+rank are equal, and nobody knows how long the failure lasts. When all have failed, the rollback ends as undone. A repeated
+rollback starts with the first image again, because the failure may be over.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from migrator.job_results import UnreadableImage
 from snapshotd.api.errors import Damaged, Denied, Internal, NotFound, Timeout, Unreachable, Unreadable, Where
 
-#: How the way of an image to a target that answers can fail. Other errors concern the target alone, such as Full.
+#: Errors of a transfer to a target that answers. Other errors, such as Full, concern the target alone.
 OF_THE_WAY = (Unreachable, Timeout, Damaged, Denied, NotFound, Internal)
 
 

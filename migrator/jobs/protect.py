@@ -276,11 +276,10 @@ class Protection:
             self._no_snapshot(result.reason)
             return None
         self.recalled, self.boots, self._said_no = True, boots, ""
-        warnings = [*result.warnings, *filter(None, [result.unsigned_copies])]
-        for warning in warnings:
+        for warning in result.warnings:
             if warning not in self._warned:  # each snapshot has them again
                 self.say(f"warning: {warning}")
-        self._warned = warnings
+        self._warned = result.warnings
         self.tries.snapshot(time.monotonic())
         self.say(f"snapshot {result.record}: {result.bytes >> 20} MiB, paused {result.pause_s:.2f} s")
         return result.pause_s

@@ -123,6 +123,12 @@ class Snapshot(Suspension):
         self.unsigned_on = sorted(
             {copy.node for part, copy in self.copies if part.made_on and not self.prepared[copy.move].keeps_signatures}
         )
+        if self.unsigned_on:
+            self.warnings.append(
+                f"a rollback will refuse the copies on {', '.join(self.unsigned_on)}: an older version of snapshotd runs"
+                " there, which does not keep what the rank's node has signed. Install the new version there, then take a"
+                " snapshot"
+            )
 
     def _full(self, node: str, error: Full) -> Full:
         ranks = [str(part.rank) for part, copy in self.copies if copy.node == node]

@@ -122,7 +122,7 @@ class GuestEnd:
         fields = frame.header
         match frame.type:
             case "sync" if self.run and fields.get("run", self.run) != self.run:
-                pass  # as above; the answer to our own follows. Older home keepers do not say which run they mean.
+                pass  # as above; the answer to this keeper's own sync follows. Older home keepers do not name the run.
             case "ack" | "in" | "sig" if not self._is_synced:
                 pass  # as above, or sent again after the answer
             case "sync":

@@ -44,7 +44,8 @@ def tls_context(credentials: Credentials, *, server_side: bool) -> ssl.SSLContex
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    # Some Pythons set it: a closed connection is no end of TLS. OpenSSL 1.1.1 does not know it.
+    # Some Python versions set this option. With it, a connection that is cut would look like a proper end of TLS.
+    # OpenSSL 1.1.1 does not have it.
     context.options &= ~getattr(ssl, "OP_IGNORE_UNEXPECTED_EOF", 0)
     if server_side:
         context.num_tickets = 0  # sessions are never resumed

@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 
 from migrator import jobs
-from migrator.cli import job
 from migrator.find_rank import Found
 from migrator.image_copies import copies_of, nodes_of, set_copies
-from migrator.job_protocol import JobVerdict
-from migrator.job_results import JobOptions, JobResult
+from migrator.job_results import JobOptions
 from migrator.jobs.finding import JobEntry
-from migrator.jobs.protect import Protection
 from migrator.jobs.snapshot import Snapshot
 from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
@@ -215,41 +212,10 @@ async def test_nodes_that_keep_no_signature_are_named(old: tuple[str, ...], name
     assert {place.rank: place.copies for place in run.places()} == {0: ("node-2", "node-3"), 1: ("node-1", "node-4")}
     await run.prepare(1.0)
     assert run.unsigned_on == named
+    said = [f"a rollback will refuse the copies on {', '.join(named)}: an older version"] if named else []
+    assert [warning[: len(text)] for warning, text in zip(run.warnings, said, strict=True)] == said
+    assert all("Install the new version there, then take a snapshot" in warning for warning in run.warnings)
     await run.close()
-
-
-def taken(*unsigned_on: str) -> JobResult:
-    return JobResult("m-1", "night", 7, "node-1", JobVerdict.SNAPSHOTTED, [], 1.0, unsigned_on=list(unsigned_on))
-
-
-def test_copies_that_will_be_refused_are_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    job._show(taken("node-3", "node-4"))
-    said = capsys.readouterr().err
-    assert "a rollback will refuse the copies on node-3, node-4: an older version" in said
-    assert "Install the new version there, then take a snapshot" in said
-    assert taken("node-3").to_json()["unsigned_on"] == ["node-3"]
-    job._show(taken())
-    assert capsys.readouterr().err == ""
-
-
-async def test_protection_warns_of_such_copies_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    found = [taken("node-3"), taken("node-3"), taken(), taken("node-3")]
-
-    async def snapshot(*_: object) -> JobResult:
-        return found.pop(0)
-
-    async def boots() -> dict[str, str]:
-        return {}
-
-    cluster: Any = Cluster()
-    protection = Protection(cluster, JobOptions("night"), 60.0, 3, said.append)
-    monkeypatch.setattr(protection, "_boots", boots)
-    monkeypatch.setattr(jobs, "snapshot", snapshot)
-    while found:
-        await protection._take()
-    warnings = [number for number, text in enumerate(said) if "will refuse the copies on node-3" in text]
-    assert warnings == [0, 4], said
 
 
 async def test_two_nodes_that_keep_images_have_a_witness() -> None:

@@ -82,5 +82,6 @@ def test_compilers_are_waited_for_as_long_as_some_end(monkeypatch: pytest.Monkey
     monkeypatch.setattr(memory, "_empty_cache", empty_cache)
     node: Any = SimpleNamespace(gpus=None, caches_left={})
     entry: Any = SimpleNamespace(group=SimpleNamespace(pids=pids))
-    asyncio.run(freeze.make_ready(node, Moving(SimpleNamespace(move=MOVE)), entry, Parts()))  # type: ignore[arg-type]
+    move_log: Any = SimpleNamespace(move=MOVE)
+    asyncio.run(freeze.make_ready(node, Moving(move_log), entry, Parts()))
     assert seen == [[7, 8, 9, 10], [7, 8]]

@@ -96,7 +96,8 @@ class Sending:
         if request.target_node == self.node.config.node:
             files = await in_thread(self._link_stripes, files)  # into the target's folder: that may have no room
         with readable(self.log, OSError, Unreadable):
-            self.expected_bytes = await in_thread(size_bytes, files)  # once: `look` takes what becomes less for a stall
+            # Assigned once: `look` would take a smaller value for a stall.
+            self.expected_bytes = await in_thread(size_bytes, files)
         async with self._signed(files) as signed:
             await self._send(sink, files, signed)
         log.info("sent the image of rank %s to %s", self.log.begin.rank_uid, request.target_node)
@@ -125,7 +126,7 @@ class Sending:
             await made_image.must_be_whole(made, files, self._checked)
 
     def _checked(self, size_bytes: int) -> None:
-        """In threads: some bytes may be lost, and it grows all the same."""
+        """Called by several threads without a lock. A lost update does no harm: the number only has to grow."""
         self.checked_bytes += size_bytes
 
     @contextlib.asynccontextmanager

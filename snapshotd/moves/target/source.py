@@ -1,9 +1,10 @@
-"""Asks the source of a move whether it is there and knows the move."""
+"""What the target of a move asks of its source: whether it is there and knows the move, and whether its version fits."""
 
 from __future__ import annotations
 
+from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import NotFound, SnapshotError, Unreachable, Where
+from snapshotd.api.errors import Internal, NotFound, SnapshotError, Unreachable, Where
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import Begin
 
@@ -33,3 +34,9 @@ async def must_answer(node: Node, name: str, request: pb.PrepareRequest) -> None
             f" {error.headline}",
             where=Where.SOURCE_RUNNING,
         ) from error
+
+
+def must_be_sealed(sealed: bool, caller: str) -> None:
+    """Raises Internal if the source has other data connections: an older version, which then does without them."""
+    if not sealed:
+        raise Internal(f"{caller} has an older version, with other data connections", remedy=protocol.REMEDY)

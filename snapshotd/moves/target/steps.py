@@ -14,12 +14,10 @@ from collections.abc import Callable
 from functools import partial
 
 from snapshotd import preflight
-from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import (
     Busy,
     Denied,
-    Internal,
     RankGone,
     Refused,
     SnapshotError,
@@ -188,7 +186,7 @@ class TargetSteps(TargetSettling):
         move = request.move
         self.authorise_source(move, caller)
         await reach(Point.RECEIVING)
-        _must_be_sealed(request.sealed, caller)
+        source.must_be_sealed(request.sealed, caller)
         async with self.working_on(move, "stream") as moving:
             port, key, endpoints = await in_thread(self.bulk_receivers.open, move, moving.log.begin.source_node)
         return pb.OpenImageChannelReply(port=port, key=key, sealed=True, endpoints=endpoints)
@@ -197,7 +195,7 @@ class TargetSteps(TargetSettling):
     async def open_device_channel(self, request: pb.OpenDeviceChannelRequest, caller: str) -> pb.OpenDeviceChannelReply:
         """Opens a port for the offloaded device memory of this move, with a key, until the rank runs here or is dropped."""
         self.authorise_source(request.move, caller)
-        _must_be_sealed(request.sealed, caller)
+        source.must_be_sealed(request.sealed, caller)
         async with self.working_on(request.move, "prepare", at={Mark.PREPARED}) as moving:
             return await device_memory.open_channel(self.node, self.device_channels, moving.log, request, caller)
 
@@ -395,9 +393,3 @@ def _prepared(move_log: MoveLog) -> pb.PrepareReply:
     pairs = [pb.GpuPair(old_uuid=old, new_uuid=new) for old, new in move_log.record.gpu_pairs]
     finds_blocks = move_log.begin.user_id >= 0
     return pb.PrepareReply(nonce=move_log.nonce, gpu_pairs=pairs, finds_blocks=finds_blocks, keeps_signatures=True)
-
-
-def _must_be_sealed(sealed: bool, caller: str) -> None:
-    """Raises Internal if the source has other data connections: an older version, which then does without them."""
-    if not sealed:
-        raise Internal(f"{caller} has an older version, with other data connections", remedy=protocol.REMEDY)
