@@ -1,8 +1,9 @@
 """Measures what a job loses when one of its ranks is killed: `python -m integration.bench_rollback --ranks 4 --mib 1024`.
 
 The same job is measured twice in one run: protected by `migrator protect`, and restarted at once, as soon as a process has
-ended, from a checkpoint of its own in memory. Both are killed the same time after their snapshot or checkpoint. The time that
-is lost ends with the first step that had not been made before. Nothing here passes or fails.
+ended, from a checkpoint of its own in memory. Both are killed so long after their snapshot or checkpoint has counted; what is
+done again begins earlier, with the cut. The time that is lost ends with the first step that had not been made before. Nothing
+here passes or fails.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ _STEP = re.compile(r"^step (\d+) ", re.MULTILINE)
 class Lost:
     saved_s: float  # how long the job stood still for the snapshot or checkpoint
     noticed_s: float  # from the kill
+    running_s: float  # from then until the job runs again, which may repeat steps
     lost_s: float  # from the kill to the first new step
-    repeated_s: float  # of it, work since the snapshot or checkpoint
+    repeated_s: float  # of it, work since the cut of the snapshot, or since the checkpoint
 
     @property
     def down_s(self) -> float:
@@ -74,13 +76,17 @@ def rolled_back(job: TorchJob, since_s: float) -> Lost:
         saved_s = float(re.findall(r", paused ([\d.]+) s", said.read_text())[-1])
         time.sleep(since_s)
         (victim,) = [pid for pid in processes_of(str(job.end)) if _rank_of(pid) == 1]
-        return _lost(
+        lost = _lost(
             lambda: job.lines()[0],
             lambda: os.kill(victim, signal.SIGKILL),
             lambda: "rolling the job back" in said.read_text(),
+            lambda: "rolled back" in said.read_text(),
             since_s,
             saved_s,
         )
+    history = json.loads(job.cluster.migrator("history", "--json", timeout_s=WAIT_S).stdout)
+    newest = max(history["rollbacks"], key=lambda one: one["ended_unix_s"])
+    return replace(lost, repeated_s=newest["lost_s"])
 
 
 class Launcher:
@@ -136,8 +142,17 @@ def restarted(ranks: int, flags: Sequence[str], since_s: float) -> Lost:
                 launcher.start()
                 return True
 
-            since_s = time.time() - newest.stat().st_mtime
-            return _lost(lambda: _lines(launcher.out), launcher.kill_one, noticed, since_s, 0.0)
+            since_s, made = time.time() - newest.stat().st_mtime, 0
+
+            def kill() -> None:
+                nonlocal made
+                launcher.kill_one()
+                made = len(_steps(_lines(launcher.out)))
+
+            def runs() -> bool:
+                return len(_steps(_lines(launcher.out))) > made + 1  # one may be under way when the rank is killed
+
+            return _lost(lambda: _lines(launcher.out), kill, noticed, runs, since_s, 0.0)
         finally:
             launcher.end()
 
@@ -146,6 +161,7 @@ def _lost(
     lines: Callable[[], Sequence[str]],
     kill: Callable[[], None],
     noticed: Callable[[], bool],
+    runs: Callable[[], bool],
     since_s: float,
     saved_s: float,
 ) -> Lost:
@@ -154,12 +170,18 @@ def _lost(
     reached = _furthest(lines())
     until("the failure to be noticed", noticed, WAIT_S)
     noticed_s = time.monotonic() - began
+    until("the job to run again", runs, WAIT_S)
+    running_s = time.monotonic() - began - noticed_s
     until("a step that is new", lambda: _furthest(lines()) > reached, WAIT_S)
-    return Lost(saved_s, noticed_s, time.monotonic() - began, since_s)
+    return Lost(saved_s, noticed_s, running_s, time.monotonic() - began, since_s)
+
+
+def _steps(lines: Sequence[str]) -> list[int]:
+    return [int(found[1]) for line in lines if (found := _STEP.match(line))]
 
 
 def _furthest(lines: Sequence[str]) -> int:
-    return max((int(found[1]) for line in lines if (found := _STEP.match(line))), default=-1)
+    return max(_steps(lines), default=-1)
 
 
 def _lines(path: Path) -> list[str]:
@@ -177,8 +199,9 @@ def _rank_of(pid: int) -> int:
 def table(options: Any, results: dict[float, tuple[Lost, Lost]]) -> str:
     lines = [
         f"A rank of {options.ranks} × {options.mib} MiB is killed; seconds",
-        "| after the snapshot or checkpoint | | noticed | new steps again | of it no repeated work | restarted ÷ protected |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| after the snapshot or checkpoint | | noticed | then running again | new steps again | of it no repeated work"
+        " | restarted ÷ protected |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for since_s, (ours, theirs) in results.items():
         for name, one in (("protected", ours), ("restarted", theirs)):
@@ -186,7 +209,8 @@ def table(options: Any, results: dict[float, tuple[Lost, Lost]]) -> str:
                 f"{theirs.down_s / ours.down_s:.1f}, {theirs.lost_s / ours.lost_s:.1f} in all" if one is ours else ""
             )
             lines.append(
-                f"| {since_s:g} | {name} | {one.noticed_s:.2f} | {one.lost_s:.2f} | {one.down_s:.2f} | {ratio} |"
+                f"| {since_s:g} | {name} | {one.noticed_s:.2f} | {one.running_s:.2f} | {one.lost_s:.2f} | {one.down_s:.2f}"
+                f" | {ratio} |"
             )
     pauses = [ours.saved_s for ours, _ in results.values()]
     return "\n".join([*lines, f"\npause of a snapshot, as `migrator protect` says: {statistics.median(pauses):.2f} s"])

@@ -89,6 +89,7 @@ class Cluster:
     ssh: Mapping[str, str] = field(default_factory=dict)  # by node: where `migrator cluster add --ssh` reached it
     snapshot_copies: int = 1  # of each rank's image, on other nodes
     watch: Callable[[str, DaemonClient], DaemonClient] | None = None  # what to make of each client before it is used
+    silent_s: dict[str, float] = field(default_factory=dict, compare=False)  # when a node did not answer (fan_out.py)
 
     @classmethod
     def load(cls, path: Path | str | None = None, places: Places | None = None) -> Cluster:

@@ -1,19 +1,28 @@
-"""Calls all nodes concurrently. A node that does not answer is part of the result and not a failure of the whole."""
+"""Calls all nodes concurrently. A node that does not answer is part of the result and not a failure of the whole.
+
+A node that has not answered a moment ago is waited for only briefly, so that a job whose node is lost does not wait for that
+node once more with every question that its rollback asks.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from migrator.cluster import Cluster
+from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
-from snapshotd.api.errors import SnapshotError, Unreachable, Where
+from snapshotd.api.errors import SnapshotError, Timeout, Unreachable, Where
 
 Answer = TypeVar("Answer")
 
 ASK_TIMEOUT_S = 5.0
+#: For a node that has not answered in the last SILENT_FOR_S: it is asked for a sign of life first.
+SIGN_TIMEOUT_S = 1.5
+SILENT_FOR_S = 60.0
 
 
 async def ask_all(
@@ -26,9 +35,14 @@ async def ask_all(
     async def ask(node: str) -> Answer | SnapshotError:
         try:
             async with cluster.client(node) as client:
-                return await question(client)
+                if time.monotonic() - cluster.silent_s.get(node, -SILENT_FOR_S) < SILENT_FOR_S:
+                    await _sign_of_life(client, node)
+                answer = await question(client)
         except SnapshotError as error:
+            note(cluster, node, error)
             return error
+        note(cluster, node, None)
+        return answer
 
     asked = list(cluster.nodes if nodes is None else nodes)
     answers: dict[str, Answer] = {}
@@ -39,6 +53,21 @@ async def ask_all(
         else:
             answers[node] = answer
     return answers, silent
+
+
+async def _sign_of_life(client: DaemonClient, node: str) -> None:
+    try:
+        await client.node.GetNode(pb.GetNodeRequest(), timeout_s=SIGN_TIMEOUT_S)
+    except Timeout as error:
+        raise Unreachable(f"{node} does not answer: {error.message}") from error
+
+
+def note(cluster: Cluster, node: str, error: SnapshotError | None) -> None:
+    """Notes whether a node has answered."""
+    if isinstance(error, Unreachable | Timeout):
+        cluster.silent_s[node] = time.monotonic()
+    else:
+        cluster.silent_s.pop(node, None)
 
 
 def none_answered(silent: dict[str, SnapshotError]) -> SnapshotError:

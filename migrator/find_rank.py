@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from migrator import users
 from migrator.cluster import Cluster
+from migrator.fan_out import ASK_TIMEOUT_S, note
 from migrator.hurry import hurry
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Ambiguous, Busy, NotFound, SnapshotError, Unreachable, Where, WrongState
 
 if TYPE_CHECKING:
     from snapshotd.api.client import DaemonClient
-
-ASK_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,12 @@ async def all_ranks(
     silent: dict[str, SnapshotError] = {}
     for node, answer in zip(asked, answers, strict=True):
         if isinstance(answer, SnapshotError):
+            note(cluster, node, answer)
             silent[node] = answer
         elif isinstance(answer, BaseException):
             raise answer
         else:
+            note(cluster, node, None)
             found += answer
     return found, silent
 

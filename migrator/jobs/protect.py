@@ -36,6 +36,8 @@ BUSY_LOST_S = 20.0
 #: How long an undo of such a snapshot may take before the job is rolled back. The coordinator ends it then.
 UNDO_S = 5.0
 AGAIN_S = 10.0
+#: The same for a rollback: the job stands still meanwhile.
+ROLL_BACK_AGAIN_S = 3.0
 #: For a snapshot that counts, and that a node has not confirmed: the node may be lost, and until then nothing looks for it.
 CONFIRM_S = 10.0
 #: If this process dies in the middle of a snapshot or of a rollback, the job stands still for so long.
@@ -54,10 +56,16 @@ class Sight:
     first_silent_s: float | None = None  # since when that does not answer
 
     def trouble(
-        self, ranks: Sequence[Found], silent: Mapping[str, object], now_s: float, lost_s: float = LOST_S
+        self,
+        ranks: Sequence[Found],
+        silent: Mapping[str, object],
+        now_s: float,
+        lost_s: float = LOST_S,
+        asked_s: float | None = None,
     ) -> str:
         """What is wrong with the job; empty: nothing, as far as can be seen. `ranks`: all that nodes know of the job.
-        `lost_s`: after what time a rank that is missing counts as lost."""
+        `lost_s`: after what time a rank that is missing counts as lost. `asked_s`: when the nodes were asked, which is when a
+        node that does not answer was silent already."""
         here = {one.rank.uid: one for one in ranks if one.rank.place == pb.Rank.HERE}
         if is_suspended(ranks):
             self.since_s = {}
@@ -67,7 +75,7 @@ class Sight:
             if one.rank.HasField("failed"):
                 return f"rank {one.rank.rank} on {one.node} failed ({failure(one.rank.failed)})"
         missing = {uid: node for uid, node in self.nodes.items() if uid not in here}
-        self.since_s = {uid: self.since_s.get(uid, now_s) for uid in missing}
+        self.since_s = {uid: self.since_s.get(uid, now_s if asked_s is None else asked_s) for uid in missing}
         if not missing and here:
             self.well_s = now_s
         for uid, node in missing.items():
@@ -86,14 +94,17 @@ class Sight:
             if uid not in known and self.nodes[uid] not in silent
         }
 
-    def first_is_lost(self, ranks: Sequence[Found], silent: Mapping[str, object], now_s: float) -> bool:
+    def first_is_lost(
+        self, ranks: Sequence[Found], silent: Mapping[str, object], now_s: float, asked_s: float | None = None
+    ) -> bool:
         """Whether the home node of rank 0 has not answered for long."""
         homes = [one.rank.home_node or one.node for one in ranks if one.rank.rank == 0]
         self.first_home = homes[0] if homes else self.first_home
         if self.first_home not in silent:
             self.first_silent_s = None
             return False
-        self.first_silent_s = now_s if self.first_silent_s is None else self.first_silent_s
+        if self.first_silent_s is None:
+            self.first_silent_s = now_s if asked_s is None else asked_s
         return now_s - self.first_silent_s >= LOST_S
 
     def has_ended(self, ranks: Sequence[Found], silent: Mapping[str, object]) -> bool:
@@ -150,6 +161,7 @@ class Protection:
         next_s = time.monotonic() + self.first_s
         self.boots = await self._boots()
         while True:
+            asked_s = time.monotonic()
             mine, silent = await self._look()
             now_s = time.monotonic()
             waits = await self._recall(mine) if not self.recalled else ""
@@ -158,9 +170,9 @@ class Protection:
                 return 0
             suspended = self._is_suspended(mine, silent)
             rebooted, lost_with_it = ("", "") if suspended else await self._rebooted(self.sight.forgotten(mine, silent))
-            trouble = waits or self.sight.trouble(mine, silent, now_s) or lost_with_it
+            trouble = waits or self.sight.trouble(mine, silent, now_s, asked_s=asked_s) or lost_with_it
             if self.stands_by:
-                silent_first = self.sight.first_is_lost(mine, silent, now_s)
+                silent_first = self.sight.first_is_lost(mine, silent, now_s, asked_s)
                 if silent_first or (rebooted and rebooted == self.sight.first_home):
                     what = "does not answer" if silent_first else "was booted"
                     self.say(f"{self.sight.first_home}, where the job was protected from, {what}: taking over")
@@ -254,8 +266,10 @@ class Protection:
         taking = asyncio.create_task(self._take())
         while not taking.done():
             await asyncio.wait([taking], timeout=LOOK_S)
+            asked_s = time.monotonic()
             mine, silent = await self._look()
-            if not taking.done() and self.sight.trouble(mine, silent, time.monotonic(), BUSY_LOST_S):
+            now_s = time.monotonic()
+            if not taking.done() and self.sight.trouble(mine, silent, now_s, BUSY_LOST_S, asked_s):
                 taking.cancel()
                 self._undoing.add(taking)
                 taking.add_done_callback(self._undoing.discard)
@@ -295,7 +309,7 @@ class Protection:
         if trouble != self.trouble:
             self.trouble = trouble
             self.say(f"{trouble}: rolling the job back")
-        boots, said = await self._boots(), list[str]()
+        said = list[str]()
 
         def hear(event: Event) -> None:
             if event.kind == "note":
@@ -304,12 +318,12 @@ class Protection:
 
         try:
             asked = replace(self.options, reason=trouble, down_for_s=down_for_s, lease_s=LEASE_S)
-            result = await jobs.rollback(self.cluster, asked, hear)
+            boots, result = await asyncio.gather(self._boots(), jobs.rollback(self.cluster, asked, hear))
         except SnapshotError as error:
             if error.message != self.refusal:
                 self.refusal = error.message
                 self.say(f"the job could not be rolled back yet: {error.message}. {error.advice}")
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(ROLL_BACK_AGAIN_S)
             return
         if result.outcome is not JobVerdict.ROLLED_BACK:
             self.say(f"the job could not be rolled back yet: {result.reason}")

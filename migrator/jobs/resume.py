@@ -187,7 +187,9 @@ class Resumption(JobRun):
     async def examine(self, timeout_s: float) -> None:
         checks: list[tuple[str, pb.Check]] = []
         suspended = {part.rank_uid: self.images[part.rank_uid].facts.rank for part in self.participants}
-        kept, silent = await homes.kept_on(self.cluster, (rank.home_node for rank in suspended.values()))
+        # After a loss the home node may be the one that was lost, and rollback.py has looked at what is left.
+        needed = self.suspended.kind != "rollback"
+        kept, silent = await homes.kept_on(self.cluster, [one.home_node for one in suspended.values() if needed])
 
         async def ask(part: pb.Participant) -> None:
             facts = self.images[part.rank_uid].facts
@@ -196,7 +198,7 @@ class Resumption(JobRun):
             name = f"rank {part.rank} on {part.node}"
             stays = part.node in {part.image_node, self.images[part.rank_uid].facts.source_node}
             checks.extend((name, check) for check in reply.checks if not (stays and check.name == _TARGET_NODE))
-            if self.suspended.kind != "rollback":  # its home node may be the one that was lost
+            if needed:
                 checks.append((f"rank {part.rank}", homes.check(suspended[part.rank_uid], kept, silent)))
 
         await each(self.participants, ask)

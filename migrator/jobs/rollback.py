@@ -46,21 +46,22 @@ FENCE_S = 120.0
 async def rollback(cluster: Cluster, options: JobOptions, on_event: Callable[[Event], None]) -> JobResult:
     """Rolls back a job. Raises only while nothing was decided; every later failure is in the result."""
     began = time.monotonic()
+    down_since_s = began - options.down_for_s
     for node in options.lost:
         find_node(cluster, node)
-    found, _ = await all_jobs(cluster)
+    (found, _), infos = await asyncio.gather(all_jobs(cluster), node_infos(cluster))
     mine = mine_of(found, options.job, options.user_id)
     waiting = [entry for entry in mine if entry.record.kind == "rollback" and entry.suspended]
     bad: list[UnreadableImage] = []
     if waiting:
         _of_one_job([*waiting, *(entry for entry in mine if entry.is_snapshot)], options.job)
-        decided, on = waiting[0], await _targets_again(cluster, waiting[0], options, bad)
+        decided, on = waiting[0], await _targets_again(cluster, waiting[0], options, infos, bad)
         if options.lost:
             request = pb.RollbackRequest(record=decided.record.record, lost_nodes=sorted(options.lost))
             async with cluster.client(decided.node) as client:
                 await client.job.Rollback(request, timeout_s=60)
     else:
-        decided, on = await _decide(cluster, mine, options, bad)
+        decided, on = await _decide(cluster, mine, options, infos, bad, down_since_s)
     await _fenced(cluster, decided)
     resumed = await bring_back(cluster, replace(options, on=on), decided.node, decided.record, on_event, bad)
     if resumed.outcome is not JobVerdict.RESUMED:
@@ -77,7 +78,12 @@ class Place:
 
 
 async def _decide(
-    cluster: Cluster, mine: Sequence[JobEntry], options: JobOptions, bad: list[UnreadableImage]
+    cluster: Cluster,
+    mine: Sequence[JobEntry],
+    options: JobOptions,
+    infos: Mapping[str, pb.NodeInfo],
+    bad: list[UnreadableImage],
+    down_since_s: float,
 ) -> tuple[JobEntry, dict[int, str]]:
     """Has the coordinator decide the rollback. Returns its record, and the target of each rank. Adds to `bad` images that
     cannot be read."""
@@ -94,7 +100,6 @@ async def _decide(
     former = {*options.lost, entry.record.adopted_from} & cluster.nodes.keys()  # also if it was taken over before
     for node in former - {entry.node}:
         await tell_all(cluster, entry.record, node, entry.node, options.lost)
-    infos = await node_infos(cluster)
     usable = [node for node in cluster.nodes if node in infos and node not in options.lost]
     places = await _places(cluster, entry.record, usable, bad, Where.UNTOUCHED)
     on = targets(entry.record, places, usable, options.on, cluster.labels)
@@ -106,7 +111,7 @@ async def _decide(
         nodes=await node_addresses(cluster, infos),
         lost_nodes=sorted(options.lost),
         reason=options.reason or _asked_for(options.lost),
-        down_for_s=options.down_for_s,
+        down_for_s=time.monotonic() - down_since_s if options.down_for_s else 0.0,  # a take-over can take a while
     )
     async with cluster.client(entry.node) as client:
         await client.job.Rollback(request, timeout_s=60)
@@ -238,10 +243,13 @@ async def _must_have_launchers(
 
 
 async def _targets_again(
-    cluster: Cluster, entry: JobEntry, options: JobOptions, bad: list[UnreadableImage]
+    cluster: Cluster,
+    entry: JobEntry,
+    options: JobOptions,
+    infos: Mapping[str, pb.NodeInfo],
+    bad: list[UnreadableImage],
 ) -> dict[int, str]:
     """A rollback that was decided before is resumed: on the nodes that answer."""
-    infos = await node_infos(cluster)
     usable = [node for node in cluster.nodes if node in infos and node not in options.lost]
     places = await _places(cluster, entry.record, usable, bad, Where.SUSPENDED)
     return targets(entry.record, places, usable, options.on, cluster.labels)

@@ -31,6 +31,7 @@ class Cluster:
     def __init__(self, **answers: Any) -> None:
         self.nodes = {f"node-{number}": f"10.0.0.{number}:7070" for number in (1, 2, 3)}
         self.answers = {name.replace("_", "-"): answer for name, answer in answers.items()}
+        self.silent_s: dict[str, float] = {}
 
     @asynccontextmanager
     async def client(self, node: str) -> AsyncIterator[Any]:

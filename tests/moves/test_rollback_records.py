@@ -12,8 +12,10 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, Undone, Unreachable, Usage, WrongState
-from snapshotd.moves.jobs import records
+from snapshotd.moves.job_rules import FENCED_S
+from snapshotd.moves.jobs import records, rollback
 from snapshotd.moves.rules import Mark
+from snapshotd.proc import host
 from tests.moves.test_coordinator import FIRST, RECORD, SECOND, Daemon, part
 
 THIRD = "m-0000000000cc"
@@ -26,6 +28,7 @@ class Protected(Daemon):
         super().__init__(folder)
         self.ranks: dict[str, list[pb.Rank]] = {}  # by node
         self.silent: set[str] = set()
+        self.off: set[str] = set()  # endpoints of machines that do not answer
 
     @asynccontextmanager
     async def _client(self, name: str, endpoint: str) -> AsyncIterator[Any]:
@@ -43,6 +46,8 @@ class Protected(Daemon):
         async with super()._client(name, endpoint) as client:
             client.node = type("Nodes", (), {"ListRanks": staticmethod(ranks)})
             client.job.Lease = lease
+            if endpoint in self.off:
+                client.job.EndRanks = _must_not_be_called
             yield client
 
     async def take(self, record: str, *, moves: int = 16, kept: bool = True, uids: str = "train") -> None:
@@ -70,9 +75,13 @@ class Protected(Daemon):
                 await asyncio.sleep(0.01)
 
     async def roll_back(self, snapshot: str, record: str = THIRD, lost: tuple[str, ...] = ()) -> None:
-        nodes = [pb.NodeAddresses(name=name, endpoint="e") for name in ("node-1", "node-2")]
+        nodes = [pb.NodeAddresses(name=name, endpoint=f"e-{name}") for name in ("node-1", "node-2")]
         request = pb.RollbackRequest(record=record, snapshot=snapshot, nodes=nodes, lost_nodes=lost)
         assert (await self.steps.rollback(request, "operator")).kind == pb.COMMIT
+
+
+async def _must_not_be_called(request: object, timeout_s: float) -> None:
+    raise AssertionError("a machine that does not answer was called")
 
 
 def snapshot(record: str, moves: int, uids: str = "train") -> pb.BeginJobRequest:
@@ -84,8 +93,13 @@ def snapshot(record: str, moves: int, uids: str = "train") -> pb.BeginJobRequest
 
 
 @pytest.fixture
-async def daemon(tmp_path: Path) -> AsyncIterator[Protected]:
+async def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Protected]:
     made = Protected(tmp_path)
+
+    async def answers(endpoint: str, *, if_unknown: bool) -> bool:
+        return endpoint not in made.off
+
+    monkeypatch.setattr(rollback, "answers", answers)
     yield made
     await made.stop()
 
@@ -245,6 +259,24 @@ async def test_rollback_is_remembered_as_long_as_its_job_has_a_snapshot(daemon: 
     assert records.is_needed(daemon.journal, rollback)
     daemon.journal.get(FIRST).mark(Mark.SETTLED, dropped="the job has ended")
     assert not records.is_needed(daemon.journal, rollback)
+
+
+async def test_node_counts_as_cut_off_so_long_after_its_machine_was_silent(
+    daemon: Protected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that does not answer is not called: the call would take all of its time limit."""
+    now_s = [1000.0]
+    monkeypatch.setattr(host, "boottime_s", lambda: now_s[0])
+    await daemon.take(FIRST)
+    daemon.off = {"e-node-2"}
+    await daemon.roll_back(FIRST)
+    await daemon.settle(THIRD)
+    now_s[0] += FENCED_S - 0.1
+    await daemon.settle(THIRD)
+    assert daemon.journal.get(THIRD).last_mark is not Mark.SETTLED
+    now_s[0] += 0.1
+    await daemon.settle(THIRD)
+    assert daemon.journal.get(THIRD).last_mark is Mark.SETTLED
 
 
 async def test_job_that_was_rolled_back_can_be_given_up(daemon: Protected) -> None:

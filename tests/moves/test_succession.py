@@ -58,7 +58,7 @@ class Place(Protected):
         self.cut_off += [(entry.uid, why) for entry in entries]
 
     async def _machine(self, _endpoint: str, *, if_unknown: bool) -> bool:
-        return self.machine
+        return self.machine or self.former is not None
 
     @asynccontextmanager
     async def _client(self, name: str, endpoint: str) -> AsyncIterator[Any]:

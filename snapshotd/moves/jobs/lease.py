@@ -269,9 +269,12 @@ class Leases:
             declared=request.former in request.lost_nodes,
         )
         voters = sorted({node for one in quorums for node in one})
-        found = await asyncio.gather(
-            *(self._ask(asking, node, endpoints.get(node, ""), TAKE_OVER_S) for node in voters)
-        )
+
+        async def ask(node: str) -> pb.LeaseReply | None:
+            limit_s = ASK_S if node == request.former else TAKE_OVER_S  # the former one is silent
+            return await self._ask(asking, node, endpoints.get(node, ""), limit_s)
+
+        found = await asyncio.gather(*map(ask, voters))
         replies = {node: reply for node, reply in zip(voters, found, strict=True) if reply is not None}
         yes = [node for node, reply in replies.items() if reply.holder == self.node.config.node]
         may, why = job_rules.may_take_over(quorums, yes, request.lost_nodes, handed_over=handed_over)

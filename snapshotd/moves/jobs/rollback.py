@@ -43,6 +43,30 @@ def rolled_back_already(before: MoveLog) -> WrongState:
     )
 
 
+def _runs_now(ranks: Iterable[tuple[str, pb.Rank]], default: str) -> str:
+    """The incarnation of a job whose former coordinator is lost: it may have rolled the job back before."""
+    found = {rank.incarnation for _, rank in ranks if rank.place == pb.Rank.HERE}
+    return found.pop() if len(found) == 1 else default
+
+
+def _must_be_of(ranks: Iterable[tuple[str, pb.Rank]], ends: str, snapshot: MoveLog) -> None:
+    """Raises WrongState if a rank of the job is of another incarnation: the job was suspended and resumed since the snapshot,
+    and only the coordinator of that resumption could end it."""
+    for node, rank in ranks:
+        if rank.place == pb.Rank.SUSPENDED:
+            raise WrongState(
+                f"job {snapshot.begin.job} is suspended: {node} has the image of rank {rank.rank}",
+                remedy=f"`migrator job resume {snapshot.begin.job}` brings it back from there",
+                where=Where.SUSPENDED,
+            )
+        if rank.place == pb.Rank.HERE and rank.incarnation != ends:
+            raise WrongState(
+                f"job {snapshot.begin.job} was suspended and resumed since its snapshot",
+                remedy="take a new snapshot with `migrator job snapshot`",
+                where=Where.UNTOUCHED,
+            )
+
+
 class Rollbacks:
     """The coordinator's part. One instance per daemon."""
 
@@ -72,9 +96,10 @@ class Rollbacks:
             names = {node.name for node in nodes}
             nodes += [node for node in whole.nodes if node.name not in names]
             uids = [part.rank_uid for part in whole.participants]
+            ranks = [(node, rank) for node, rank in await self._ranks_on(nodes) if rank.uid in uids]
             if whole.adopted_from and ends == whole.participants[0].incarnation:
-                ends = await self._runs_now(nodes, uids, ends)
-            await self._must_be_of(nodes, uids, ends, snapshot)
+                ends = _runs_now(ranks, ends)
+            _must_be_of(ranks, ends, snapshot)
             await self._end_snapshots(snapshot)
             begin, here = snapshot.begin, (self.node.config.node, self.node.config.advertise)
             move_log = await in_thread(
@@ -155,43 +180,18 @@ class Rollbacks:
                 where=Where.UNTOUCHED,
             )
 
-    async def _runs_now(self, nodes: Iterable[ClusterNode], uids: Sequence[str], default: str) -> str:
-        """The incarnation of a job whose former coordinator is lost: it may have rolled the job back before."""
-        found = {
-            rank.incarnation
-            for node in nodes
-            for rank in await self._ranks_on(node)
-            if rank.uid in uids and rank.place == pb.Rank.HERE
-        }
-        return found.pop() if len(found) == 1 else default
+    async def _ranks_on(self, nodes: Iterable[ClusterNode]) -> list[tuple[str, pb.Rank]]:
+        """With the nodes that have them. Those of nodes that do not answer are missing."""
 
-    async def _ranks_on(self, node: ClusterNode) -> Sequence[pb.Rank]:
-        """Empty if the node does not answer."""
-        try:
-            async with self.node.client(node.name, node.endpoint) as client:
-                return (await client.node.ListRanks(pb.ListRanksRequest(brief=True), timeout_s=ASK_S)).ranks
-        except SnapshotError:
-            return ()
+        async def ask(node: ClusterNode) -> list[tuple[str, pb.Rank]]:
+            try:
+                async with self.node.client(node.name, node.endpoint) as client:
+                    reply = await client.node.ListRanks(pb.ListRanksRequest(brief=True), timeout_s=ASK_S)
+            except SnapshotError:
+                return []
+            return [(node.name, rank) for rank in reply.ranks]
 
-    async def _must_be_of(
-        self, nodes: Iterable[ClusterNode], uids: Sequence[str], ends: str, snapshot: MoveLog
-    ) -> None:
-        """Raises WrongState if a node has ranks of the job that are of another incarnation: the job was suspended and resumed
-        since the snapshot, and only the coordinator of that resumption could end it."""
-        for node in nodes:
-            for rank in await self._ranks_on(node):
-                if rank.uid in uids and rank.place == pb.Rank.SUSPENDED:
-                    raise WrongState(
-                        f"job {snapshot.begin.job} is suspended: {node.name} has the image of rank {rank.rank}",
-                        remedy=f"`migrator job resume {snapshot.begin.job}` brings it back from there",
-                        where=Where.SUSPENDED,
-                    )
-                if rank.uid in uids and rank.place == pb.Rank.HERE and rank.incarnation != ends:
-                    raise WrongState(
-                        f"job {snapshot.begin.job} was suspended and resumed since its snapshot",
-                        remedy="take a new snapshot with `migrator job snapshot`",
-                        where=Where.UNTOUCHED,
-                    )
+        return [one for ranks in await asyncio.gather(*map(ask, nodes)) for one in ranks]
 
     async def _end_snapshots(self, current: MoveLog) -> None:
         """A snapshot that is being taken cannot be completed any more."""
@@ -241,17 +241,18 @@ class Rollbacks:
 
     async def _ask(self, node: ClusterNode, request: pb.EndRanksRequest, fenced: str) -> tuple[Ended, str]:
         """Whether a node has ended the incarnation, and why not. `fenced`: the former coordinator, whose lease is over."""
-        place = (request.record, node.name)
+        place, asked_s = (request.record, node.name), host.boottime_s()
+        # The machine first: a call to one that is silent would take all of END_S.
+        if node.name != self.node.config.node and not await answers(node.endpoint, if_unknown=True):
+            silent_s = host.boottime_s() - self._silent_since_s.setdefault(place, asked_s)
+            why = f"node {node.name} at {node.endpoint} does not answer"
+            return Ended.CUT_OFF if node.name == fenced else job_rules.silent_node(silent_s), why
+        self._silent_since_s.pop(place, None)
         try:
             async with self.node.client(node.name, node.endpoint) as client:
                 reply = await client.job.EndRanks(request, timeout_s=END_S)
         except SnapshotError as error:
-            if await answers(node.endpoint, if_unknown=True):
-                self._silent_since_s.pop(place, None)
-                return Ended.DAEMON_DOWN, error.headline
-            silent_s = host.boottime_s() - self._silent_since_s.setdefault(place, host.boottime_s())
-            return Ended.CUT_OFF if node.name == fenced else job_rules.silent_node(silent_s), error.headline
-        self._silent_since_s.pop(place, None)
+            return Ended.DAEMON_DOWN, error.headline
         return (Ended.NOT_YET, "; ".join(reply.waiting_for[:3])) if reply.waiting_for else (Ended.ENDED, "")
 
     def may_run(self, incarnation: str, rank_uids: Sequence[str]) -> str:

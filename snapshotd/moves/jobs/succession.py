@@ -287,6 +287,9 @@ class Succession:
             if known is None or (await in_thread(known.whole)).handed_to != successor:
                 raise WrongState(f"{former} coordinates the job itself", where=Where.UNTOUCHED)
             return True
+        # The machine first: a call to one that is silent would take all of ASK_S.
+        if not await answers(endpoint, if_unknown=True):
+            return False
         try:
             async with self.node.client(former, endpoint) as client:
                 found = await client.job.GetOutcome(pb.MoveRequest(move=record), timeout_s=ASK_S)
@@ -295,13 +298,11 @@ class Succession:
                 f"{former}, the coordinator of the job, answers and has no record {record}", where=Where.UNTOUCHED
             ) from None
         except SnapshotError as error:
-            if await answers(endpoint, if_unknown=True):
-                raise WrongState(
-                    f"the machine of {former}, which coordinates the job, is there: {error.headline}",
-                    remedy=f"start snapshotd on {former}, then retry without --lost {former}",
-                    where=Where.UNTOUCHED,
-                ) from error
-            return False
+            raise WrongState(
+                f"the machine of {former}, which coordinates the job, is there: {error.headline}",
+                remedy=f"start snapshotd on {former}, then retry without --lost {former}",
+                where=Where.UNTOUCHED,
+            ) from error
         if found.handed_to != successor:
             raise WrongState(
                 f"{former} answers, and coordinates the job",
