@@ -145,9 +145,9 @@ class Resumption(JobRun):
     def _unreadable(self, part: pb.Participant, error: Unreadable) -> UnreadableImage:
         return UnreadableImage(part.rank, part.image_node, part.image, error.message)
 
-    async def _each_image(self, ask: Callable[[pb.Participant], Awaitable[None]], *, on_its_way: bool) -> None:
-        """Asks for all ranks, also after an image was of no use: the next attempt has to know all that are. `on_its_way`: the
-        node that has the image takes part."""
+    async def _each_image(self, ask: Callable[[pb.Participant], Awaitable[None]], *, sends: bool = False) -> None:
+        """Asks for all ranks, also after an image was of no use: the next attempt has to know all that are. `sends`: the node
+        that has the image is asked, and not the target."""
         failed: list[tuple[BadImage, SnapshotError]] = []
 
         async def one(part: pb.Participant) -> None:
@@ -156,8 +156,9 @@ class Resumption(JobRun):
             except Unreadable as error:
                 self.unreadable.append(self._unreadable(part, error))
                 failed.append((self.unreadable[-1], error))
-            except places.OF_THE_WAY as error:
-                if not on_its_way or not await self._answers(part.node):
+            except SnapshotError as error:
+                of_the_way = places.is_of_the_way(error, part.image_node, part.node, sends=sends)
+                if not of_the_way or not await self._answers(part.node):
                     raise
                 self.unsent.append(
                     UnsentImage(part.rank, part.image_node, part.image, error.headline, target=part.node)
@@ -228,7 +229,7 @@ class Resumption(JobRun):
             reply = await (await self.client(part.node)).target.Prepare(request, timeout_s=timeout_s)
             self.nonces[part.move] = reply.nonce
 
-        await self._each_image(ask, on_its_way=True)  # the target asks the node that has the image for its certificate
+        await self._each_image(ask)  # the target asks the node that has the image for its certificate
 
     async def send(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
@@ -242,7 +243,7 @@ class Resumption(JobRun):
             async for progress in (await self.client(part.image_node)).source.Send(request, timeout_s=timeout_s):
                 self.sent("send", part.move, progress)
 
-        await self._each_image(ask, on_its_way=True)
+        await self._each_image(ask, sends=True)
 
     async def restore(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
@@ -255,7 +256,7 @@ class Resumption(JobRun):
                 for one in reply.changed_files
             ]
 
-        await self._each_image(ask, on_its_way=False)
+        await self._each_image(ask)
 
     async def activate(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
