@@ -288,14 +288,23 @@ async def bring_back(
     unreadable: Sequence[UnreadableImage] = (),
 ) -> JobResult:
     """Resumes a job. An attempt in which an image turns out to be unreadable, or does not arrive, is undone, and repeated
-    with the next copy (`places.goes_on`). Raises Unreadable if a rank has none left. `unreadable`: images that are known to
-    be of no use."""
-    began, known, unsent = time.monotonic(), list(unreadable), list[UnsentImage]()
+    with the next copy (`places.goes_on`). Raises Unreadable if a rank has none left. Raises other errors only if the first
+    attempt could not begin: that of a later one is in the result, with what those before have found. `unreadable`: images
+    that are known to be of no use."""
+    began, known, unsent, undone = time.monotonic(), list(unreadable), list[UnsentImage](), list[JobResult]()
     kept = {part.rank: [part.move, *(copy.move for copy in copies_of(part))] for part in record.participants}
     while True:
         run = Resumption(cluster, options, coordinator, record, on_event)
         run.began, run.unreadable, run.unsent = began, list(known), list(unsent)
-        result = await drive(run)
+        try:
+            result = await drive(run)
+        except Unreadable:  # it names what was tried
+            raise
+        except SnapshotError as error:
+            if not undone:
+                raise
+            return _not_begun(undone[-1], run, error)
+        undone.append(result)
         if result.outcome is not JobVerdict.UNDONE or not run.failed:
             return result
         found: list[BadImage] = [*run.unreadable[len(known) :], *run.unsent[len(unsent) :]]
@@ -307,3 +316,16 @@ async def bring_back(
         if late or not places.goes_on(failed, kept, [one.image for one in known], [one.image for one in unsent]):
             tried = "; ".join(one.text for one in unsent)
             return replace(result, reason=tried) if len(unsent) > 1 else result
+
+
+def _not_begun(before: JobResult, run: Resumption, error: SnapshotError) -> JobResult:
+    """The job is as the attempt before has left it."""
+    return replace(
+        before,
+        seconds=time.monotonic() - run.began,
+        reason=error.message,
+        error_code=error.code,
+        remedy=error.advice,
+        unreadable_images=run.unreadable,
+        unsent_images=run.unsent,
+    )

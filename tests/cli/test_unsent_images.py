@@ -16,7 +16,7 @@ from migrator.jobs import places, protect
 from migrator.jobs.protect import Protection
 from migrator.results import Event
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Damaged, Full, Internal, NotFound, SnapshotError, Timeout, Unreachable
+from snapshotd.api.errors import Damaged, Full, Internal, NotFound, SnapshotError, Timeout, Undone, Unreachable
 from tests.cli.kept_copies import PARTS, Cluster, use
 
 SILENT = Unreachable("node-1 does not answer node-3")
@@ -156,6 +156,30 @@ async def test_rollback_ends_if_no_other_image_can_be_had(kind: str) -> None:
     assert (result.outcome, result.error_code) == (JobVerdict.UNDONE, "unreachable")
     assert Counter(cluster.asked)["send", "own-0"] == 2, "the second time, because no other one was there"
     assert len(result.unreadable_images) == (0 if kind == "gone" else 2)
+
+
+async def test_attempt_that_cannot_begin_does_not_hide_what_those_before_have_found() -> None:
+    class Losing(Cluster):
+        def _fail(self, call: str, image: str) -> None:
+            if (call, image) == ("send", "own-0"):
+                self.lost = {"own-0", "copy-0", "more-0"}
+                raise SILENT
+            super()._fail(call, image)
+
+    cluster = Losing(own_1="send")
+    result = await cluster.back()
+    assert (result.outcome, result.error_code, result.reason) == (JobVerdict.UNDONE, "not-found", "no image own-0")
+    assert (result.exit_code, result.state) == (Undone.exit_code, "suspended; its images are whole")
+    assert [one.image for one in result.unsent_images] == ["own-0"]
+    assert [one.image for one in result.unreadable_images] == ["own-1"]
+    assert (len(cluster.records), result.record) == (1, cluster.records[0])
+
+
+async def test_first_attempt_that_cannot_begin_is_an_error() -> None:
+    cluster = Cluster()
+    cluster.lost = {"own-0", "copy-0", "more-0"}
+    with pytest.raises(NotFound, match="no image more-0"):
+        await cluster.back()
 
 
 async def test_job_with_one_image_of_each_rank_is_tried_once() -> None:
