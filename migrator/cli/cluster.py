@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -213,7 +214,9 @@ def _remove(options: argparse.Namespace) -> int:
 
     site = _site(options)
     cluster = site.cluster()
-    jobs = leaving_node.check(cluster, options.node, force=options.force) if options.node in cluster.nodes else []
+    needed = leaving_node.Needed()
+    if options.node in cluster.nodes:
+        needed = leaving_node.check(cluster, options.node, force=options.force)
     others = [name for name in cluster.nodes if name != options.node]
     if options.ssh:
         node_files.check(others, options.output)
@@ -225,11 +228,11 @@ def _remove(options: argparse.Namespace) -> int:
             sent = node_files.give(files, _destinations(cluster, others), options.output, start=False)
     if arguments.wants_json(options):
         revoked = [f"{serial:x}" for serial in serials]
-        output.json_object({"node": options.node, "serials": revoked, "nodes": sent, "jobs": jobs})
+        output.json_object({"node": options.node, "serials": revoked, "nodes": sent, **asdict(needed)})
         return 0
     print(f"{options.node} is removed from {site.file}, and {len(serials)} of its certificates are revoked")
-    if jobs:
-        print(f"it has images of these jobs, or a vote on them; take another snapshot of each now: {', '.join(jobs)}")
+    for text in needed.texts:
+        print(text)
     if options.ssh:
         node_files.show(sent, start=False)
     elif others:

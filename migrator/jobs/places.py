@@ -13,10 +13,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from migrator.job_results import UnreadableImage
-from snapshotd.api.errors import Damaged, Denied, Internal, NotFound, Timeout, Unreachable, Unreadable, Where
+from snapshotd.api.errors import (
+    Damaged,
+    Denied,
+    Internal,
+    NotFound,
+    SnapshotError,
+    Timeout,
+    Unreachable,
+    Unreadable,
+    Where,
+)
 
-#: Errors of a transfer to a target that answers. Other errors, such as Full, concern the target alone.
-OF_THE_WAY = (Unreachable, Timeout, Damaged, Denied, NotFound, Internal)
+#: Errors of the node that has an image, or of the way from there, if they are not the target's. Others, such as Full, are.
+_OF_THE_WAY = (Unreachable, Timeout, Damaged, Denied, NotFound, Internal)
 
 
 class Place(Protocol):
@@ -27,6 +37,18 @@ class Place(Protocol):
 
 
 Kept = TypeVar("Kept", bound=Place)
+
+
+def is_of_the_way(error: SnapshotError, holder: str, target: str, *, sends: bool) -> bool:
+    """Whether another image may reach the target, which answers, although that of `holder` did not. A fault of the target
+    itself would be one with every image. `sends`: the holder was asked, which passes on what the target has answered; else
+    the target, whose errors are its own unless it names the holder."""
+    if not isinstance(error, _OF_THE_WAY):
+        return False
+    if not sends:
+        return error.of_node == holder != target
+    # What has arrived damaged may have been so when it left. A node that sends to itself does not say as which it fails.
+    return error.of_node != target or holder == target or isinstance(error, Damaged)
 
 
 def in_order(

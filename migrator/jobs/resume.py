@@ -145,9 +145,9 @@ class Resumption(JobRun):
     def _unreadable(self, part: pb.Participant, error: Unreadable) -> UnreadableImage:
         return UnreadableImage(part.rank, part.image_node, part.image, error.message)
 
-    async def _each_image(self, ask: Callable[[pb.Participant], Awaitable[None]], *, on_its_way: bool) -> None:
-        """Asks for all ranks, also after an image was of no use: the next attempt has to know all that are. `on_its_way`: the
-        node that has the image takes part."""
+    async def _each_image(self, ask: Callable[[pb.Participant], Awaitable[None]], *, sends: bool = False) -> None:
+        """Asks for all ranks, also after an image was of no use: the next attempt has to know all that are. `sends`: the node
+        that has the image is asked, and not the target."""
         failed: list[tuple[BadImage, SnapshotError]] = []
 
         async def one(part: pb.Participant) -> None:
@@ -156,8 +156,9 @@ class Resumption(JobRun):
             except Unreadable as error:
                 self.unreadable.append(self._unreadable(part, error))
                 failed.append((self.unreadable[-1], error))
-            except places.OF_THE_WAY as error:
-                if not on_its_way or not await self._answers(part.node):
+            except SnapshotError as error:
+                of_the_way = places.is_of_the_way(error, part.image_node, part.node, sends=sends)
+                if not of_the_way or not await self._answers(part.node):
                     raise
                 self.unsent.append(
                     UnsentImage(part.rank, part.image_node, part.image, error.headline, target=part.node)
@@ -230,7 +231,7 @@ class Resumption(JobRun):
             reply = await (await self.client(part.node)).target.Prepare(request, timeout_s=timeout_s)
             self.nonces[part.move] = reply.nonce
 
-        await self._each_image(ask, on_its_way=True)  # the target asks the node that has the image for its certificate
+        await self._each_image(ask)  # the target asks the node that has the image for its certificate
 
     async def send(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
@@ -244,7 +245,7 @@ class Resumption(JobRun):
             async for progress in (await self.client(part.image_node)).source.Send(request, timeout_s=timeout_s):
                 self.sent("send", part.move, progress)
 
-        await self._each_image(ask, on_its_way=True)
+        await self._each_image(ask, sends=True)
 
     async def restore(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
@@ -257,7 +258,7 @@ class Resumption(JobRun):
                 for one in reply.changed_files
             ]
 
-        await self._each_image(ask, on_its_way=False)
+        await self._each_image(ask)
 
     async def activate(self, timeout_s: float) -> None:
         async def ask(part: pb.Participant) -> None:
@@ -289,14 +290,23 @@ async def bring_back(
     unreadable: Sequence[UnreadableImage] = (),
 ) -> JobResult:
     """Resumes a job. An attempt in which an image turns out to be unreadable, or does not arrive, is undone, and repeated
-    with the next copy (`places.goes_on`). Raises Unreadable if a rank has none left. `unreadable`: images that are known to
-    be of no use."""
-    began, known, unsent = time.monotonic(), list(unreadable), list[UnsentImage]()
+    with the next copy (`places.goes_on`). Raises Unreadable if a rank has none left. Raises other errors only if the first
+    attempt could not begin: that of a later one is in the result, with what those before have found. `unreadable`: images
+    that are known to be of no use."""
+    began, known, unsent, undone = time.monotonic(), list(unreadable), list[UnsentImage](), list[JobResult]()
     kept = {part.rank: [part.move, *(copy.move for copy in copies_of(part))] for part in record.participants}
     while True:
         run = Resumption(cluster, options, coordinator, record, on_event)
         run.began, run.unreadable, run.unsent = began, list(known), list(unsent)
-        result = await drive(run)
+        try:
+            result = await drive(run)
+        except Unreadable:  # it names what was tried
+            raise
+        except SnapshotError as error:
+            if not undone:
+                raise
+            return _not_begun(undone[-1], run, error)
+        undone.append(result)
         if result.outcome is not JobVerdict.UNDONE or not run.failed:
             return result
         found: list[BadImage] = [*run.unreadable[len(known) :], *run.unsent[len(unsent) :]]
@@ -308,3 +318,16 @@ async def bring_back(
         if late or not places.goes_on(failed, kept, [one.image for one in known], [one.image for one in unsent]):
             tried = "; ".join(one.text for one in unsent)
             return replace(result, reason=tried) if len(unsent) > 1 else result
+
+
+def _not_begun(before: JobResult, run: Resumption, error: SnapshotError) -> JobResult:
+    """The job is as the attempt before has left it."""
+    return replace(
+        before,
+        seconds=time.monotonic() - run.began,
+        reason=error.message,
+        error_code=error.code,
+        remedy=error.advice,
+        unreadable_images=run.unreadable,
+        unsent_images=run.unsent,
+    )

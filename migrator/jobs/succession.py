@@ -6,7 +6,7 @@ coordinate the job, the nodes decide: a majority of them must agree, or an opera
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from migrator.cluster import Cluster
 from migrator.driver.peers import node_addresses, node_infos
@@ -15,7 +15,7 @@ from migrator.image_copies import copies_of, set_copies
 from migrator.job_results import JobOptions
 from migrator.jobs.finding import JobEntry
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.client import DaemonClient
+from snapshotd.api.client import DaemonClient, UnknownMethod
 from snapshotd.api.errors import NotFound, Refused, SnapshotError, Unreachable, Where
 
 Kept = tuple[str, pb.KeptImage]  # the node, and one of its images
@@ -42,13 +42,8 @@ async def hand_over(cluster: Cluster, entry: JobEntry, successor: str) -> JobEnt
 async def take_over(cluster: Cluster, options: JobOptions) -> JobEntry | None:
     """Makes the record of a job's snapshot again, on another node, if its coordinator does not answer, or is one of those
     that the operator declares dead. None: no node keeps images of such a snapshot. Raises if too few nodes agree."""
-
-    async def ask(client: DaemonClient) -> pb.ListKeptReply:
-        return await client.job.ListKept(pb.ListKeptRequest(), timeout_s=ASK_TIMEOUT_S)
-
-    answering = [node for node in cluster.nodes if node not in options.lost]
-    answers, _ = await ask_all(cluster, ask, answering)
-    found = [(node, image) for node, reply in answers.items() for image in reply.images]
+    answers, _ = await all_kept(cluster, [node for node in cluster.nodes if node not in options.lost])
+    found = [(node, image) for node, images in answers.items() for image in images]
     mine = [one for one in found if one[1].job == options.job and options.user_id in (None, one[1].user_id)]
     lost = [one for one in mine if one[1].coordinator_node not in answers]
     if not lost:
@@ -62,6 +57,20 @@ async def take_over(cluster: Cluster, options: JobOptions) -> JobEntry | None:
     # What one node claims must not have all later snapshots refused.
     record.copies = min(max(one.copies for _, one in chosen), len(cluster.nodes) - 1)
     return await _adopt(cluster, record, parts, former, parts[0].node, options.lost)
+
+
+async def all_kept(
+    cluster: Cluster, nodes: Iterable[str]
+) -> tuple[dict[str, list[pb.KeptImage]], dict[str, SnapshotError]]:
+    """The images of snapshots that these nodes keep, by node, and the nodes that did not answer."""
+
+    async def ask(client: DaemonClient) -> list[pb.KeptImage]:
+        try:
+            return list((await client.job.ListKept(pb.ListKeptRequest(), timeout_s=ASK_TIMEOUT_S)).images)
+        except UnknownMethod:  # an older daemon keeps none
+            return []
+
+    return await ask_all(cluster, ask, nodes)
 
 
 def _confirmed(images: Sequence[Kept]) -> list[Kept]:

@@ -20,6 +20,9 @@ from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import SnapshotError, Undone, Where
 
+#: How long connections may take to settle of which one rank was seen to have an end, and another one not.
+SETTLE_S = 1.0
+
 
 class Suspension(JobRun):
     table, undo, success = SUSPEND, UNDO_SUSPEND, JobVerdict.SUSPENDED
@@ -70,8 +73,21 @@ class Suspension(JobRun):
         return [RankPlace(part.rank, part.rank_uid, part.node) for part in self.participants]
 
     async def inspect(self, timeout_s: float) -> None:
+        """The ranks are not looked at in the same moment: connections that are being opened or closed, as those of
+        communicators that were just built, seem to lead to no rank. So all are looked at once more before that counts."""
         self.answering = await node_infos(self.cluster)
         self.nodes = await node_addresses(self.cluster, self.answering)
+        checks, connected = await self._look(timeout_s)
+        if connected.verdict == pb.Check.REFUSE:
+            await asyncio.sleep(SETTLE_S)
+            checks, connected = await self._look(timeout_s)
+        checks.append(("the job", connected))
+        found = await self.gates.check(self.description, sorted({part.node for part in self.participants}))
+        self.nccl = self.gates.involved
+        self.refuse_if([*checks, *(("the job", one) for one in found)])
+
+    async def _look(self, timeout_s: float) -> tuple[list[tuple[str, pb.Check]], pb.Check]:
+        """The checks of each rank, and that of the connections between them."""
         checks: list[tuple[str, pb.Check]] = []
         sockets: dict[int, Sockets] = {}
 
@@ -91,10 +107,7 @@ class Suspension(JobRun):
             self.inspected(part, reply)
 
         await each(self.participants, ask)
-        checks.append(("the job", connections.check(sockets)))
-        found = await self.gates.check(self.description, sorted({part.node for part in self.participants}))
-        self.nccl = self.gates.involved
-        self.refuse_if([*checks, *(("the job", one) for one in found)])
+        return checks, connections.check(sockets)
 
     def inspected(self, part: pb.Participant, reply: pb.InspectReply) -> None:
         """A rank was looked at, and nothing has been changed yet."""

@@ -129,4 +129,5 @@ def failure(error: SnapshotError) -> CallFailed:
         half = _MAX_MESSAGE_CHARS // 2
         message = f"{message[:half]}\n[… {len(message) - 2 * half} characters left out …]\n{message[-half:]}"
     short = type(error)(message, remedy=error.advice[:_MAX_DETAILS_CHARS], where=error.where)
+    short.of_node = error.of_node
     return CallFailed(error.status, message[:_MAX_DETAILS_CHARS], short.to_wire())

@@ -50,10 +50,10 @@ class UnknownMethod(Internal):
     """The daemon's version does not have this call. Raised here only, never by a daemon."""
 
 
-def translate(failed: CallFailed, who: str, method: str) -> SnapshotError:
+def translate(failed: CallFailed, who: str, method: str, node: str = "") -> SnapshotError:
     """Translates a failed call into an error of our own. `who` names node and endpoint."""
     if failed.error:
-        return from_wire(failed.error)
+        return from_wire(failed.error, node)
     details = failed.details or failed.status
     match failed.status:
         case "UNAVAILABLE" | "CANCELLED":
@@ -96,7 +96,7 @@ class _Link:
     """One channel, and the description of its daemon for error messages."""
 
     def __init__(self, channel: Channel, endpoint: str, node: str | None) -> None:
-        self.channel = channel
+        self.channel, self.node = channel, node or ""
         self.who = f"node {node} at {endpoint}" if node else f"the daemon at {endpoint}"
 
 
@@ -117,7 +117,7 @@ class _Method(Generic[Request, Reply]):
             ) from error
 
     def _failure(self, failed: CallFailed) -> SnapshotError:
-        return translate(failed, self._link.who, self._method)
+        return translate(failed, self._link.who, self._method, self._link.node)
 
     def _written(self, request: Request) -> bytes:
         message = request.SerializeToString()

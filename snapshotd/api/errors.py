@@ -41,6 +41,8 @@ class SnapshotError(Exception):
         self.message = message
         self.advice = remedy or type(self).remedy
         self.where = where
+        #: The node that it is of, if that is another one than the node that was asked; empty: not known, or this program.
+        self.of_node = ""
 
     @property
     def headline(self) -> str:
@@ -48,9 +50,10 @@ class SnapshotError(Exception):
         return self.message.partition("\n")[0]
 
     def to_wire(self) -> bytes:
-        return json.dumps(
-            {"code": self.code, "message": self.message, "remedy": self.advice, "where": self.where.value}
-        ).encode()
+        fields = {"code": self.code, "message": self.message, "remedy": self.advice, "where": self.where.value}
+        if self.of_node:
+            fields["of_node"] = self.of_node
+        return json.dumps(fields).encode()
 
 
 class Internal(SnapshotError):
@@ -196,13 +199,18 @@ BY_CODE: dict[str, type[SnapshotError]] = {cls.code: cls for cls in _subclasses(
 
 #: The key of the trailing metadata that contains the wire form of an error, next to gRPC's own status.
 WIRE_KEY = "snapshotd-error-bin"
+_MAX_NODE_CHARS = 100
 
 
-def from_wire(blob: bytes) -> SnapshotError:
-    """The error that another daemon raised, as an instance of the same class. A malformed blob becomes an Internal error."""
+def from_wire(blob: bytes, node: str = "") -> SnapshotError:
+    """The error that the daemon of `node` raised, as an instance of the same class. It is of this node, unless that says that
+    it is of another one. A malformed blob becomes an Internal error."""
     try:
         fields = json.loads(blob)
         cls = BY_CODE.get(str(fields["code"]), Internal)
-        return cls(str(fields["message"]), remedy=str(fields["remedy"]), where=Where(fields["where"]))
+        error = cls(str(fields["message"]), remedy=str(fields["remedy"]), where=Where(fields["where"]))
+        error.of_node = str(fields.get("of_node") or node)[:_MAX_NODE_CHARS]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return Internal(f"a daemon returned a malformed error: {blob[:200]!r}")
+        error = Internal(f"a daemon returned a malformed error: {blob[:200]!r}")
+        error.of_node = node
+    return error

@@ -107,7 +107,7 @@ def join(
     try:
         peer_node(connection, credentials)
         connection.sendall(_LENGTH.pack(len(key) + len(purpose)) + key + purpose)
-        keys = _welcomed(connection)
+        keys = _welcomed(connection, node)
         connection.unwrap()
     except BaseException:
         connection.close()
@@ -117,12 +117,12 @@ def join(
     return left, keys
 
 
-def _welcomed(connection: ssl.SSLSocket) -> Keys:
+def _welcomed(connection: ssl.SSLSocket, node: str) -> Keys:
     kind, length = _REPLY.unpack(_read(connection, _REPLY.size))
     if kind == _WELCOME and length == 2 * _SEAL_BYTES:
         return Keys(sends=_read(connection, _SEAL_BYTES), reads=_read(connection, _SEAL_BYTES))
     if kind == _REFUSED and length <= _MAX_REASON_BYTES:
-        raise from_wire(_read(connection, length))
+        raise from_wire(_read(connection, length), node)
     raise Damaged(f"the target sent an invalid answer: kind {kind!r}, {length} bytes")
 
 

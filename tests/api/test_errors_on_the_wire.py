@@ -74,6 +74,19 @@ async def test_every_error_class_arrives_as_the_same_class(serve: Serve, code: s
         assert (got.message, got.advice, got.where) == (sent.message, sent.advice, sent.where)
 
 
+async def test_error_says_of_which_node_it_is_also_through_another_one(serve: Serve) -> None:
+    own, passed_on = Timeout("its disk does not answer"), Timeout("the disk of node-9 does not answer")
+    passed_on.of_node = "node-9"
+    for sent, node in ((own, "node-1"), (passed_on, "node-9")):
+        async with serve(failing(sent)) as served, served.operator() as client:
+            with pytest.raises(Timeout) as got:
+                await client.source.Freeze(MOVE, timeout_s=5)
+        assert got.value.of_node == node
+    unreached = Unreachable("nothing was answered")
+    assert unreached.of_node == ""
+    assert errors.from_wire(unreached.to_wire()).of_node == ""
+
+
 async def test_default_remedy_of_a_class_arrives(serve: Serve) -> None:
     async with serve(failing(RankGone("it ended"))) as served, served.root() as client:
         with pytest.raises(RankGone) as got:

@@ -37,6 +37,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     moves: list[pb.MoveRecord] = field(default_factory=list)
     gates: list[pb.ClosedGate] = field(default_factory=list)
     jobs: list[pb.JobRecord] = field(default_factory=list)
+    kept: list[pb.KeptImage] = field(default_factory=list)  # images of snapshots
     checks: list[pb.Check] = field(default_factory=list)
     rewires: list[pb.Rewire] = field(default_factory=list)
     addresses: list[str] = field(default_factory=list)

@@ -21,6 +21,9 @@ class FakeJobs(stubs.JobServicer):
         wanted = [one for one in self.daemon.jobs if one.kind == "rollback" or not request.rollbacks_only]
         return pb.ListJobsReply(jobs=wanted)
 
+    def ListKept(self, request: pb.ListKeptRequest, context: grpc.ServicerContext) -> pb.ListKeptReply:
+        return pb.ListKeptReply(images=self.daemon.kept)
+
 
 def a_rollback(record: str = "m-0000000000cc", **fields: Any) -> pb.JobRecord:
     """That of a job with two ranks, which was resumed."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,13 +119,18 @@ class Cluster:
             job=SimpleNamespace(Begin=begin, Commit=commit, Abort=abort),
         )
 
-    async def back(self, known: tuple[UnreadableImage, ...] = (), record: pb.JobRecord = RECORD) -> JobResult:
+    async def back(
+        self,
+        known: tuple[UnreadableImage, ...] = (),
+        record: pb.JobRecord = RECORD,
+        on: Mapping[int, str] = MappingProxyType({}),
+    ) -> JobResult:
         cluster: Any = self
 
         def hear(event: Event) -> None:
             self.notes += [event.text] if event.kind == "note" else []
 
-        return await bring_back(cluster, JobOptions("night"), "node-1", record, hear, known)
+        return await bring_back(cluster, JobOptions("night", on=on), "node-1", record, hear, known)
 
     @property
     def used(self) -> list[str]:

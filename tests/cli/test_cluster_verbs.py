@@ -258,7 +258,7 @@ def test_removed_node_is_revoked_and_the_others_learn_it_with_their_next_file(op
         operator("add", f"node-{number}", f"127.0.0.{number}")
     gone = operator.node_file("node-2")
     done = operator("remove", "node-2", "--json").json
-    assert (len(done["serials"]), done["jobs"]) == (1, [])
+    assert (len(done["serials"]), done["jobs"], done["coordinated"], done["silent"]) == (1, [], [], ["node-1"])
     assert list(Cluster.read(operator.file).nodes) == ["node-1"]
     operator("remove", "node-2", code=NotFound.exit_code)
     operator("rotate", "node-1")
@@ -269,8 +269,9 @@ def test_removed_node_is_revoked_and_the_others_learn_it_with_their_next_file(op
 
 
 def test_jobs_that_need_a_removed_node_are_named(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(cluster: Cluster, node: str, *, force: bool) -> list[str]:
-        return ["day", "night"] if node == "node-2" and force else []
+    def check(cluster: Cluster, node: str, *, force: bool) -> leaving_node.Needed:
+        jobs = ["day", "night"] if node == "node-2" and force else []
+        return leaving_node.Needed(jobs=jobs)
 
     monkeypatch.setattr(leaving_node, "check", check)
     for number in (1, 2):

@@ -33,12 +33,12 @@ def test_node_that_keeps_images_or_has_a_vote_is_told(cluster: FakeCluster, aske
     cluster["node-1"].jobs = [snapshot(), snapshot("day")]
     cluster["node-1"].jobs[1].ended_by = "dropped: replaced"
     for node in ("node-2", "spare-1"):
-        assert leaving_node.check(asked, node, force=False) == ["night"]
-    assert leaving_node.check(asked, "node-1", force=True) == ["night"]
+        assert leaving_node.check(asked, node, force=False).jobs == ["night"]
+    assert leaving_node.check(asked, "node-1", force=True).jobs == ["night"]
     cluster["node-1"].jobs[0].quorums[0].nodes.remove("spare-1")
-    assert leaving_node.check(asked, "spare-1", force=False) == []
+    assert leaving_node.check(asked, "spare-1", force=False).jobs == []
     cluster.stop("node-2")
-    assert leaving_node.check(asked, "node-2", force=False) == ["night"], "it is no reason to keep the node"
+    assert leaving_node.check(asked, "node-2", force=False).jobs == ["night"], "it is no reason to keep the node"
 
 
 def test_node_that_coordinates_snapshots_is_not_removed(cluster: FakeCluster, asked: Cluster) -> None:
@@ -46,6 +46,42 @@ def test_node_that_coordinates_snapshots_is_not_removed(cluster: FakeCluster, as
     with pytest.raises(Refused, match="node-1 coordinates the snapshots of night; nothing was changed") as refused:
         leaving_node.check(asked, "node-1", force=False)
     assert "take another snapshot of each first" in refused.value.advice
+
+
+def kept(job: str, coordinator: str) -> pb.KeptImage:
+    return pb.KeptImage(image="m-0000000000bb", record="m-0000000000aa", job=job, coordinator_node=coordinator)
+
+
+def test_jobs_whose_snapshots_a_dead_node_coordinates_are_known_from_the_nodes_with_their_images(
+    cluster: FakeCluster, asked: Cluster
+) -> None:
+    cluster["node-2"].kept = [kept("night", "node-1"), kept("day", "node-1"), kept("noon", "node-2")]
+    cluster["spare-1"].kept = [kept("night", "node-1")]
+    assert leaving_node.check(asked, "node-1", force=False) == leaving_node.Needed(), "its own daemon knows better"
+    cluster.stop("node-1")
+    with pytest.raises(
+        Refused, match="node-1 does not answer, and coordinates the snapshots of day, night; nothing"
+    ) as no:
+        leaving_node.check(asked, "node-1", force=False)
+    assert "migrator job rollback JOB --lost node-1" in no.value.advice
+    assert leaving_node.check(asked, "node-1", force=True).coordinated == ["day", "night"]
+    cluster.stop("spare-1")
+    with pytest.raises(Refused, match="these nodes do not answer, and may know of more: spare-1; nothing was changed"):
+        leaving_node.check(asked, "node-1", force=False)
+
+
+def test_nodes_that_may_know_of_more_jobs_are_named(cluster: FakeCluster, asked: Cluster) -> None:
+    cluster["node-2"].jobs = [snapshot()]
+    cluster["node-2"].kept = [kept("day", "node-1")]
+    for node in ("node-1", "spare-1"):
+        cluster.stop(node)
+    needed = leaving_node.check(asked, "node-1", force=True)
+    assert needed.texts == [
+        "it coordinates the snapshots of these jobs, which can not be rolled back before it is in the cluster again: day",
+        "it has images of these jobs, or a vote on them; take another snapshot of each now: night",
+        "these nodes do not answer, and may have snapshots that need it: spare-1",
+    ]
+    assert leaving_node.check(asked, "spare-1", force=False).silent == ["node-1"]
 
 
 def test_node_with_ranks_or_images_of_suspended_ranks_is_not_removed() -> None:

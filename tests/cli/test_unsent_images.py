@@ -16,7 +16,7 @@ from migrator.jobs import places, protect
 from migrator.jobs.protect import Protection
 from migrator.results import Event
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Damaged, Full, Internal, NotFound, SnapshotError, Timeout, Unreachable
+from snapshotd.api.errors import Damaged, Full, Internal, NotFound, SnapshotError, Timeout, Undone, Unreachable
 from tests.cli.kept_copies import PARTS, Cluster, use
 
 SILENT = Unreachable("node-1 does not answer node-3")
@@ -27,11 +27,16 @@ def _nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch)
 
 
+def of(node: str, error: SnapshotError) -> SnapshotError:
+    """As a client raises it."""
+    error.of_node = node
+    return error
+
+
 @pytest.mark.parametrize("error", [SILENT, Timeout("60 s"), Damaged("no"), NotFound("dropped"), Internal("bug")])
-@pytest.mark.parametrize("call", ["prepare", "send"])
-async def test_next_copy_is_used_and_what_failed_is_named(call: str, error: SnapshotError) -> None:
+async def test_next_copy_is_used_and_what_failed_is_named(error: SnapshotError) -> None:
     cluster = Cluster()
-    cluster.errors[call, "own-0"] = error
+    cluster.errors["send", "own-0"] = error
     result = await cluster.back()
     assert (result.outcome, cluster.used) == (JobVerdict.RESUMED, ["copy-0", "own-1"])
     assert len(set(cluster.records)) == len(cluster.records) == 2, "another attempt, with moves of its own"
@@ -43,6 +48,54 @@ async def test_next_copy_is_used_and_what_failed_is_named(call: str, error: Snap
         f"rank 0: the image on node-1 did not reach node-1: {error.message}",
         "rank 0: using the image on node-2 now",
     ]
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("prepare", of("node-1", Unreachable("no certificate can be read"))),
+        ("send", of("node-1", Timeout("the disk of node-1 does not answer"))),
+        ("send", of("node-1", Internal("bug"))),
+        ("send", Unreachable("node-1 does not answer the driver")),
+        ("send", of("node-3", Damaged("a chunk arrived damaged"))),
+    ],
+)
+async def test_next_copy_is_used_if_the_node_with_the_image_has_failed_or_the_way_from_it(
+    call: str, error: SnapshotError
+) -> None:
+    cluster = Cluster()
+    cluster.errors[call, "own-0"] = error
+    result = await cluster.back(on={0: "node-3"})
+    assert (result.outcome, cluster.used) == (JobVerdict.RESUMED, ["copy-0", "own-1"])
+    assert [(one.image, one.target) for one in result.unsent_images] == [("own-0", "node-3")]
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("prepare", of("node-3", Internal("bug"))),
+        ("prepare", of("node-3", Unreachable("the coordinator does not answer node-3"))),
+        ("prepare", Timeout("node-3 did not answer Prepare in time")),
+        ("send", of("node-3", Timeout("the disk of node-3 has written nothing of the image"))),
+        ("send", of("node-3", NotFound("no such move"))),
+        ("send", of("node-3", Internal("bug"))),
+        ("restore", of("node-3", Timeout("criu"))),
+    ],
+)
+async def test_fault_of_the_target_is_not_counted_against_an_image(call: str, error: SnapshotError) -> None:
+    """Other copies would fail in the same way, and all of them would seem to be of no use."""
+    cluster = Cluster()
+    cluster.errors[call, "own-0"] = error
+    result = await cluster.back(on={0: "node-3"})
+    assert (result.outcome, result.error_code, result.reason) == (JobVerdict.UNDONE, error.code, error.message)
+    assert (len(cluster.records), result.unsent_images) == (1, [])
+
+
+async def test_fault_of_a_target_that_has_the_image_itself_is_not_counted_against_it() -> None:
+    cluster = Cluster()
+    cluster.errors["prepare", "own-0"] = of("node-1", Internal("bug"))
+    result = await cluster.back()
+    assert (result.outcome, len(cluster.records), result.unsent_images) == (JobVerdict.UNDONE, 1, [])
 
 
 async def test_all_images_that_do_not_arrive_are_found_in_one_attempt() -> None:
@@ -103,6 +156,30 @@ async def test_rollback_ends_if_no_other_image_can_be_had(kind: str) -> None:
     assert (result.outcome, result.error_code) == (JobVerdict.UNDONE, "unreachable")
     assert Counter(cluster.asked)["send", "own-0"] == 2, "the second time, because no other one was there"
     assert len(result.unreadable_images) == (0 if kind == "gone" else 2)
+
+
+async def test_attempt_that_cannot_begin_does_not_hide_what_those_before_have_found() -> None:
+    class Losing(Cluster):
+        def _fail(self, call: str, image: str) -> None:
+            if (call, image) == ("send", "own-0"):
+                self.lost = {"own-0", "copy-0", "more-0"}
+                raise SILENT
+            super()._fail(call, image)
+
+    cluster = Losing(own_1="send")
+    result = await cluster.back()
+    assert (result.outcome, result.error_code, result.reason) == (JobVerdict.UNDONE, "not-found", "no image own-0")
+    assert (result.exit_code, result.state) == (Undone.exit_code, "suspended; its images are whole")
+    assert [one.image for one in result.unsent_images] == ["own-0"]
+    assert [one.image for one in result.unreadable_images] == ["own-1"]
+    assert (len(cluster.records), result.record) == (1, cluster.records[0])
+
+
+async def test_first_attempt_that_cannot_begin_is_an_error() -> None:
+    cluster = Cluster()
+    cluster.lost = {"own-0", "copy-0", "more-0"}
+    with pytest.raises(NotFound, match="no image more-0"):
+        await cluster.back()
 
 
 async def test_job_with_one_image_of_each_rank_is_tried_once() -> None:

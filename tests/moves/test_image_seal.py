@@ -26,6 +26,7 @@ from snapshotd.moves.moving import Moving
 from snapshotd.moves.record import Begin
 from snapshotd.moves.reserve import Reserve
 from snapshotd.moves.rules import Mark
+from snapshotd.moves.target.source_signature import SourceSignatures
 from snapshotd.moves.target.steps import TargetSteps
 from snapshotd.transport.image.chunk_list import summary
 from snapshotd.transport.image.frame import Frame, data_frame
@@ -140,9 +141,16 @@ async def test_invented_image_is_not_sealed(cluster: Cluster) -> None:
         image_seal.sign(cluster.target, signed),
         image_seal.sign(cluster.other, signed),
     ):
-        with pytest.raises(Denied, match="not signed by its source, node-9"):
+        with pytest.raises(Denied, match="not signed by its source, node-9") as caught:
             await cluster.seal(FRAME, signature)
+        assert caught.value.of_node == "node-9", "and not this one, which was asked"
         assert cluster.moving.log.last_mark is Mark.PREPARED
+
+
+async def test_source_whose_certificate_cannot_be_fetched_is_named(cluster: Cluster) -> None:
+    with pytest.raises(Unreachable, match="the certificate of node-9") as caught:
+        await SourceSignatures(cluster.target).meet("node-9", "127.0.0.1:1")
+    assert caught.value.of_node == "node-9"
 
 
 async def test_signature_of_another_move_is_refused(cluster: Cluster) -> None:

@@ -22,7 +22,10 @@ from snapshotd.moves import description
 from snapshotd.moves.jobs import made_image
 from snapshotd.moves.jobs.succession import Succession
 from snapshotd.moves.rules import Mark
+from snapshotd.moves.source import sink
 from snapshotd.transport.image import stall
+from snapshotd.transport.image.frame import Answer, Kind
+from snapshotd.transport.image.local_stream import LocalStream
 from tests.moves.kept_images import FILES, Keeping, keeping
 
 IMAGE, COPY, RESUMED = "m-000000000001", "m-000000000002", "m-000000000003"
@@ -82,6 +85,25 @@ async def test_image_on_a_disk_that_does_not_answer_is_given_up(
         assert IMAGE in caplog.text
     finally:
         os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+
+
+class Refusing(LocalStream):
+    async def receive(self) -> Answer | None:
+        return Answer(Kind.ERROR, text=Timeout("this node is busy").to_wire())
+
+
+async def test_error_that_the_target_answers_is_one_of_the_target(
+    node: Keeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.asynccontextmanager
+    async def refusing(*_: Any, **__: Any) -> AsyncIterator[list[LocalStream]]:
+        yield [Refusing(node.received, RESUMED)]
+
+    node.keep(IMAGE)
+    monkeypatch.setattr(sink, "streams_to_target", refusing)
+    with pytest.raises(Timeout, match="this node is busy") as caught:
+        await node.send(IMAGE, RESUMED)
+    assert caught.value.of_node == "node-3"
 
 
 async def test_image_that_waits_for_the_disk_of_the_target_is_not_given_up(

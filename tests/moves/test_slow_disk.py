@@ -102,8 +102,9 @@ async def test_slow_disk_has_the_time_that_it_needs(cluster: Cluster, disk: Slow
 
 async def test_disk_that_gets_nothing_done_fails_the_image(cluster: Cluster, disk: SlowDisk, sink: TargetSink) -> None:
     disk.stopped = True
-    with pytest.raises(Timeout, match="disk of spare-1 has written nothing"):
+    with pytest.raises(Timeout, match="disk of spare-1 has written nothing") as caught:
         await sink.seal(files_of(FRAME))
+    assert caught.value.of_node == "spare-1"
     assert stall.STALLED_S <= disk.now_s < stall.STALLED_S + 30
     assert not cluster.steps.node.store.sealed(MOVE)
     disk.resume()

@@ -167,8 +167,8 @@ async def test_number_of_copies_that_was_asked_for_outlives_the_coordinator(monk
         image.job, image.coordinator_node = "train", "a"
     adopted: list[pb.AdoptRequest] = []
 
-    async def ask_all(cluster: Any, ask: Any, nodes: Any) -> tuple[dict[str, pb.ListKeptReply], dict[str, Any]]:
-        return {node: pb.ListKeptReply(images=[image]) for node, image in images}, {}
+    async def ask_all(cluster: Any, ask: Any, nodes: Any) -> tuple[dict[str, list[pb.KeptImage]], dict[str, Any]]:
+        return {node: [image] for node, image in images}, {}
 
     async def nothing(*_: Any) -> list[pb.NodeAddresses]:
         return []

@@ -105,7 +105,10 @@ class Sending:
     async def _send(self, sink: TargetSink, files: Sequence[Path], signed: asyncio.Task[pb.MadeImage] | None) -> None:
         request = self.request
         offers, chunk_bytes = request.offer_blocks, self.node.config.chunk_bytes
-        async with self._streams(sink) as streams, Sender(streams, chunk_bytes, offers=offers) as self.sender:
+        async with (
+            self._streams(sink) as streams,
+            Sender(streams, chunk_bytes, offers=offers, node=request.target_node) as self.sender,
+        ):
             with readable(self.log, Unreadable):
                 for path in files:
                     await self.sender.put_file(path.name, path)

@@ -7,8 +7,6 @@ any more.
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
@@ -19,11 +17,9 @@ from snapshotd.moves.jobs import asking, stored
 from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
-from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark, Outcome
-from snapshotd.moves.target import resumed
+from snapshotd.moves.target import preparing, resumed
 from snapshotd.moves.target.source_signature import SourceSignatures
-from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread, waiting_for_disk
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.transport.image.bulk_receiver import BulkReceivers
@@ -42,25 +38,8 @@ async def prepare(node: Node, signatures: SourceSignatures, request: pb.PrepareR
     needed_bytes = facts.memory_bytes + facts.carried_bytes + kept_files.ROOM_BYTES
     with waiting_for_disk():
         await in_thread(node.store.create_kept, request.move, needed_bytes)
-    begin = Begin(
-        move=request.move,
-        role="target",
-        rank_uid=facts.rank.uid,
-        job=facts.rank.job,
-        rank=facts.rank.rank,
-        source_node=facts.source_node,
-        source_endpoint=request.source_endpoint,
-        target_node=config.node,
-        target_endpoint=config.advertise,
-        nonce=secrets.token_hex(32),
-        boot_id=host.boot_id(),
-        begun_unix_s=time.time(),
-        user_id=said.user_id if said.job else -1,
-        coordinator=request.coordinator.record,
-        coordinator_node=request.coordinator.node,
-        coordinator_endpoint=request.coordinator.endpoint,
-        kind="copy",
-    )
+    user_id = said.user_id if said.job else -1
+    begin = preparing.begin_of(config, request, facts.source_node, user_id, kind="copy")
     move_log = await in_thread(node.journal.begin, begin)
     await in_thread(stored.write_facts, move_log, facts)
     await in_thread(move_log.mark, Mark.PREPARED, asked_copies=said.copies)

@@ -8,15 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
-import time
 from collections.abc import Callable
 from functools import partial
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import (
-    Busy,
     Denied,
     RankGone,
     Refused,
@@ -36,10 +33,19 @@ from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers.forwarding import Forwarding
-from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import CopyState, Mark, Outcome
 from snapshotd.moves.steps import must_be_at, step
-from snapshotd.moves.target import arrived_image, copies, device_memory, gpus, resumed, sealing, short_of_memory, source
+from snapshotd.moves.target import (
+    arrived_image,
+    copies,
+    device_memory,
+    gpus,
+    preparing,
+    resumed,
+    sealing,
+    short_of_memory,
+    source,
+)
 from snapshotd.moves.target.identity import identity_of
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.settling import TargetSettling, facts_of
@@ -64,7 +70,7 @@ class TargetSteps(TargetSettling):
         super().__init__(node, relays, forwarding)
         self.restores: dict[str, Restore] = {}  # by move: those at work
         self._choosing = asyncio.Lock()
-        self._signatures = SourceSignatures(node.credentials)
+        self._signatures, self._preparing = SourceSignatures(node.credentials), preparing.Preparing(node)
 
     async def examine(self, request: pb.ExamineRequest, info: pb.NodeInfo) -> list[pb.Check]:
         """The checks of preflight on this node. Changes nothing."""
@@ -90,6 +96,10 @@ class TargetSteps(TargetSettling):
     async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareReply:
         """Reserves room for the image and returns the nonce from which the source's token is made."""
         check_move_id(request.move)
+        with self._preparing.of(request):
+            return await self._prepare(request)
+
+    async def _prepare(self, request: pb.PrepareRequest) -> pb.PrepareReply:
         if self.journal.find(request.move) is not None:
             known = self.moving(request.move)
             self.must_be_open(known)
@@ -109,10 +119,7 @@ class TargetSteps(TargetSettling):
             raise Refused(
                 "root-rank: the rank runs as root, which this node does not allow", remedy=preflight.ROOT_REMEDY
             )
-        for older in self.journal.all():
-            same = (older.begin.rank_uid, older.begin.role) == (facts.rank.uid, "source")
-            if same and older.last_mark is not Mark.SETTLED:
-                raise Busy(f"move {older.move} of this rank away from here is not cleaned up yet")
+        preparing.must_have_left(self.journal, facts.rank.uid)
         said = pb.Outcome()
         with span("meet source"):
             if resumes:
@@ -132,24 +139,8 @@ class TargetSteps(TargetSettling):
             used = {use.uuid for use in facts.gpu.uses}
             if not resumes:
                 await in_thread(self.node.store.create, request.move, size_bytes, window_bytes)
-            begin = Begin(
-                move=request.move,
-                role="target",
-                rank_uid=facts.rank.uid,
-                job=facts.rank.job,
-                rank=facts.rank.rank,
-                source_node=sender,
-                source_endpoint=request.source_endpoint,
-                target_node=config.node,
-                target_endpoint=config.advertise,
-                nonce=secrets.token_hex(32),
-                boot_id=host.boot_id(),
-                begun_unix_s=time.time(),
-                user_id=facts.rank.user_id,
-                coordinator=request.coordinator.record,
-                coordinator_node=request.coordinator.node,
-                coordinator_endpoint=request.coordinator.endpoint,
-            )
+            begin = preparing.begin_of(config, request, sender, facts.rank.user_id)
+            await self._preparing.must_be_wanted(request)
             move_log = await in_thread(self.journal.begin, begin)
             reserved = [new for old, new in pairs if old in used]
             await in_thread(
@@ -304,7 +295,7 @@ class TargetSteps(TargetSettling):
     async def discard(self, move: str, token: bytes, operator: str = "") -> pb.DiscardReply:
         """With the source's token for ABORT: drops the copy here. An operator needs no token to end a move that never
         began: no whole copy is here, and its source does not know it or does not answer."""
-        check_move_id(move)
+        await self._preparing.doubt(check_move_id(move))
         if self.journal.find(move) is None:
             return pb.DiscardReply()
         moving = self.moving(move)

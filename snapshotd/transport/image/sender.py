@@ -68,8 +68,9 @@ class Sender:
         on_bytes: Callable[[int, int], None] | None = None,
         *,
         offers: bool = False,
+        node: str = "",
     ) -> None:
-        """Takes over the streams, and ends them.
+        """Takes over the streams, and ends them. `node`: the target.
 
         `offers`: the target may have blocks of regular files already, in other images: their chunks are offered (blocks.py).
 
@@ -86,7 +87,7 @@ class Sender:
         self.strong = any(stream.strong for stream in streams)
         self.chunk_bytes = chunk_bytes
         self._on_bytes = on_bytes
-        self._offers = offers
+        self._offers, self._node = offers, node
         self._slots = asyncio.Semaphore(WINDOW * len(streams))
         self._ready: asyncio.Queue[_Held] = asyncio.Queue()
         self._held: dict[int, _Held] = {}
@@ -294,7 +295,7 @@ class Sender:
         try:
             while (answer := await stream.receive()) is not None:
                 if answer.kind is Kind.ERROR:
-                    raise from_wire(answer.text)
+                    raise from_wire(answer.text, self._node)
                 self._take(answer)
                 window.release()
             if not self._ending:

@@ -12,14 +12,15 @@ STALLED_S = 60.0
 
 def of_disk(node: str) -> Stall:
     """Of an image on its way to the disk of this node."""
-    return Stall(f"the disk of {node} has written nothing of the image")
+    return Stall(f"the disk of {node} has written nothing of the image", node)
 
 
 class Stall:
     """Watches one image."""
 
-    def __init__(self, found: str) -> None:
-        """`found`: what is said of one that has stalled."""
+    def __init__(self, found: str, of_node: str = "") -> None:
+        """`found`: what is said of one that has stalled. `of_node`: the node whose fault that is."""
+        self._of_node = of_node
         self._found, self._most_bytes, self._since_s = found, -1, time.monotonic()
 
     def look(self, done_bytes: int) -> None:
@@ -27,8 +28,10 @@ class Stall:
         if done_bytes > self._most_bytes:
             self._most_bytes, self._since_s = done_bytes, time.monotonic()
         elif time.monotonic() - self._since_s >= STALLED_S:
-            raise Timeout(
+            error = Timeout(
                 f"{self._found} for {STALLED_S:.0f} s",
                 remedy="check the disk of that node: `dmesg` there says more; then retry",
                 where=Where.UNKNOWN,
             )
+            error.of_node = self._of_node
+            raise error

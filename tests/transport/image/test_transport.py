@@ -259,9 +259,10 @@ async def test_refusal_of_the_target_reaches_every_put(serve: Serve, tmp_path: P
     """Reading a pipe without a writer waits forever; the refusal must end that too."""
     async with serve(deny=Denied("not this one")) as target:
         fd = make_fifo(tmp_path, "pages-1.img")
-        async with Sender(await target.streams(), CHUNK_BYTES) as sender:
-            with pytest.raises(Denied, match="not this one"):
+        async with Sender(await target.streams(), CHUNK_BYTES, node="node-9") as sender:
+            with pytest.raises(Denied, match="not this one") as refusal:
                 await asyncio.wait_for(sender.put_fd("pages-1.img", fd, eof=asyncio.Event()), 60)
+            assert refusal.value.of_node == "node-9"
             with pytest.raises(Denied):
                 await sender.put_file("a.img", tmp_path / "pages-1.img")
             with pytest.raises(Denied):
