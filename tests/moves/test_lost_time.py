@@ -17,8 +17,8 @@ from tests.moves.test_rollback_records import THIRD, Protected
 
 
 @pytest.fixture
-async def daemon(tmp_path: Path) -> AsyncIterator[Protected]:
-    made = Protected(tmp_path)
+async def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Protected]:
+    made = Protected(tmp_path, monkeypatch)
     yield made
     await made.stop()
 

@@ -24,11 +24,15 @@ THIRD = "m-0000000000cc"
 class Protected(Daemon):
     """A coordinator with a job of two ranks, whose nodes answer what the test says."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(folder)
         self.ranks: dict[str, list[pb.Rank]] = {}  # by node
         self.silent: set[str] = set()
         self.off: set[str] = set()  # endpoints of machines that do not answer
+        monkeypatch.setattr(rollback, "answers", self._there)
+
+    async def _there(self, endpoint: str, *, if_unknown: bool) -> bool:
+        return endpoint not in self.off
 
     @asynccontextmanager
     async def _client(self, name: str, endpoint: str) -> AsyncIterator[Any]:
@@ -94,12 +98,7 @@ def snapshot(record: str, moves: int, uids: str = "train") -> pb.BeginJobRequest
 
 @pytest.fixture
 async def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Protected]:
-    made = Protected(tmp_path)
-
-    async def answers(endpoint: str, *, if_unknown: bool) -> bool:
-        return endpoint not in made.off
-
-    monkeypatch.setattr(rollback, "answers", answers)
+    made = Protected(tmp_path, monkeypatch)
     yield made
     await made.stop()
 

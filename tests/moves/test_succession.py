@@ -32,7 +32,7 @@ class Place(Protected):
     """A node with a rank and an image that are bound to the coordinator node-9, which answers what the test says."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(folder)
+        super().__init__(folder, monkeypatch)
         self.former: pb.Outcome | None = None  # None: it is silent
         self.machine = False
         self.cut_off: list[tuple[str, str]] = []
