@@ -199,8 +199,7 @@ def _rank_of(pid: int) -> int:
 def table(options: Any, results: dict[float, tuple[Lost, Lost]]) -> str:
     lines = [
         f"A rank of {options.ranks} × {options.mib} MiB is killed; seconds",
-        "| after the snapshot or checkpoint | | noticed | then running again | new steps again | of it no repeated work"
-        " | restarted ÷ protected |",
+        "| after the save | | noticed | then running again | new steps again | of it no repeated work | restart ÷ it |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for since_s, (ours, theirs) in results.items():

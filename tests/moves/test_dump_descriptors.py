@@ -117,8 +117,8 @@ async def test_target_that_does_not_answer_leaves_no_descriptor(child: Child, tm
 async def test_criu_that_cannot_be_started_leaves_no_descriptor(child: Child, tmp_path: Path) -> None:
     dump = dump_of(child, tmp_path)
     with pytest.raises(BadConfig):
-        await dump._criu(asyncio.Event())
+        await dump._criu(asyncio.Event(), {})
     before = open_descriptors()
     with pytest.raises(BadConfig):
-        await dump._criu(asyncio.Event())
+        await dump._criu(asyncio.Event(), {})
     assert [link for number, link in open_descriptors().items() if number not in before] == []

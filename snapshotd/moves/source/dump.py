@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,7 @@ class Dump:
                     written = asyncio.Event()
                     async with asyncio.TaskGroup() as group:
                         # It can begin before the channel is open: what it writes waits in the FIFOs.
-                        group.create_task(self._criu_in_turn(written))
+                        group.create_task(self._criu_in_turn(written, fifos))
                         streams = await opening
                         files = await self._send(streams, written, fifos, carried, user, follow, description)
                     streaming.bytes = self.sender.bytes_sent if self.sender else 0
@@ -260,16 +260,16 @@ class Dump:
                 self.node, self.log, self.entry, sender, self.ahead, carried.facts, user
             )
 
-    async def _criu_in_turn(self, written: asyncio.Event) -> None:
+    async def _criu_in_turn(self, written: asyncio.Event, fifos: Mapping[str, int]) -> None:
         if not self.linked:
-            return await self._criu(written)
+            return await self._criu(written, fifos)
         async with self.node.linking:
             try:
-                await self._criu(written)
+                await self._criu(written, fifos)
             finally:
                 await in_thread(links.sweep, self.linked)
 
-    async def _criu(self, written: asyncio.Event) -> None:
+    async def _criu(self, written: asyncio.Event, fifos: Mapping[str, int]) -> None:
         """Runs criu in the rank's namespaces, in its own cgroup."""
         began = host.boottime_s()
         group = criu_group(self.log.move).create()
@@ -290,6 +290,7 @@ class Dump:
             if script == "query-ext-files":  # the tree is seized
                 await reach(Point.DUMPING)
 
+        dumped = False
         try:
             request = session.dump_request(
                 self.images,
@@ -306,10 +307,14 @@ class Dump:
                     where=Where.SOURCE_FROZEN,
                     on_notify=on_notify,
                 )
+            dumped = True
         finally:
             ours.close()
             with span("end criu"):
-                await in_thread(group.kill, 10)
+                if dumped:  # it only waits for another request
+                    await in_thread(group.kill, 10)
+                else:
+                    await in_thread(image_fifos.end_criu, group, self.images, fifos.values())
                 await process.wait()
                 group.remove()
         if not self.entry.group.frozen():
@@ -365,7 +370,7 @@ class Dump:
         """Removes what a dump, also one that crashed, leaves here: criu, its cgroup, its links, the images."""
         group = criu_group(move_log.move)
         with span("sweep"):
-            await in_thread(group.kill, 10)
+            await in_thread(image_fifos.end_criu, group, images_folder(node, move_log.move))
             group.remove()
             await in_thread(links.sweep, move_log.record.linked)
             await in_thread(shutil.rmtree, images_folder(node, move_log.move), ignore_errors=True)
