@@ -15,6 +15,7 @@ from snapshotd.inprocess import sharing as inprocess
 from snapshotd.inprocess.devmem import Caught
 from snapshotd.inprocess.sharing import OwnerGone
 from snapshotd.moves.device import sharing, standstill
+from snapshotd.moves.device.memory import Lost
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.nccl import held_copy
 from snapshotd.moves.peers import connections, socket_options
@@ -214,15 +215,46 @@ async def test_only_processes_that_have_ended_are_passed_over(rank: Rank, ends: 
     """One that is there and cannot be asked may have memory open."""
     rank.guest.failures = [RankGone("it does not answer")]
     if ends:
-        rank.guest.process.signal(9)
-        while rank.guest.process.alive():
-            pass
+        end(rank.guest.process)
         await rank.close()
         assert rank.pids("close") == [rank.owner.process.pid]
         return
     with pytest.raises(RankGone):
         await rank.close()
     assert rank.pids("close") == []
+
+
+def end(process: Process) -> None:
+    process.signal(9)
+    while process.alive():
+        pass
+
+
+def closed(rank: Rank) -> None:
+    for one in (rank.owner, rank.guest):
+        one.close()
+    rank.said.clear()
+
+
+def test_process_that_ended_while_its_memory_was_closed_is_not_waited_for(rank: Rank) -> None:
+    closed(rank)
+    end(rank.guest.process)
+    sharing.reopen(rank.processes)
+    assert rank.said == [f"offer {rank.owner.process.pid}", f"open {rank.owner.process.pid}"]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_memory_is_lost_only_if_its_owner_has_ended(rank: Rank, *, ended: bool) -> None:
+    """An owner that is there may offer it at the next attempt."""
+    closed(rank)
+    rank.guest.failures = [OwnerGone("no process offers memory that was open here")]
+    if ended:
+        end(rank.owner.process)
+    with pytest.raises(Lost if ended else OwnerGone):
+        sharing.reopen(rank.processes)
+    if not ended:
+        sharing.reopen(rank.processes)
+        assert not rank.guest.found["shared_closed"]
 
 
 async def test_memory_that_another_rank_of_this_node_has_open_refuses_the_move(rank: Rank) -> None:
