@@ -2,7 +2,7 @@
 something fails or is killed the rank goes on with it, and a retry succeeds.
 
 A new way is added to HOST or DEVICE, and to nothing else. What is special about one is in a file of its own: test_precopy.py,
-test_hold.py, test_offload.py, test_job_twins.py, test_job_device_memory.py.
+test_hold.py, test_offload.py, test_shared_device_memory.py, test_job_twins.py, test_job_device_memory.py.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Way:
     settings: Mapping[str, Any] = field(default_factory=dict)  # of both daemons
     options: tuple[str, ...] = ()  # of `migrator move`
     job_options: tuple[str, ...] = ()  # of `migrator run`
+    arguments: tuple[str, ...] = ()  # of the job
     is_snapshot: bool = False
     gpu_mib: int = 0  # memory of the source's GPU, if there must not be more
 
@@ -55,6 +56,24 @@ HOST = (
     Way("into-image", lambda of: "save-host" not in of, {"snapshot_copy_on_write": False}, is_snapshot=True),
 )
 _BIG = LARGE_MIB * MIB
+_SHARING = {"move_shared_device_memory": True}
+_SHARED: dict[str, Any] = {"job_options": ("--device-memory", "shared"), "arguments": ("--shared", "2")}
+SHARED = (
+    Way("shared-held", lambda of: "close-shared" in of and of["offload"] == of["refill"] >= _BIG, _SHARING, **_SHARED),
+    Way(
+        "shared-files",
+        lambda of: "close-shared" in of and of["offload"] == of["refill"] >= _BIG,
+        {**_SHARING, "hold_device_memory": False},
+        **_SHARED,
+    ),
+    Way(
+        "shared-on-gpu",
+        lambda of: "close-shared" in of and of["give-back"] == of["save"] >= _BIG,
+        _SHARING,
+        **_SHARED,
+        is_snapshot=True,
+    ),
+)
 DEVICE = (
     Way("held", lambda of: of["offload"] == of["refill"] >= _BIG),
     Way("files", lambda of: of["offload"] == of["refill"] >= _BIG, {"hold_device_memory": False}),
@@ -63,7 +82,9 @@ DEVICE = (
     ),
     Way("copy-on-gpu", lambda of: of["give-back"] == of["save"] >= _BIG, is_snapshot=True),
     Way("copy-in-host", lambda of: of["copy-out"] == of["save"] >= _BIG, is_snapshot=True, gpu_mib=200),
+    *SHARED,
 )
+_REFILLED = {"held", "files", "shared-held", "shared-files"}
 #: Where a move, or a snapshot, fails or loses a daemon. Host memory gets nowhere before the freeze, but for the third way.
 _MOVES = [(SOURCE, Point.FREEZE), (SOURCE, Point.DUMPING), (SOURCE, Point.STREAM), (TARGET, Point.RESTORED)]
 _SNAPSHOTS = [(SOURCE, Point.FREEZE), (SOURCE, Point.DUMPING), (SOURCE, Point.CONTINUE)]
@@ -73,6 +94,7 @@ _MORE = {
     "twin": [(SOURCE, Point.TWINNED), (SOURCE, Point.COPYING), (SOURCE, Point.COPIED)],
     "copy-on-gpu": [(SOURCE, Point.TAKEN_BACK), (SOURCE, Point.SAVING), (SOURCE, Point.SAVED)],
     "copy-in-host": [(SOURCE, Point.SAVING), (SOURCE, Point.SAVED)],
+    "shared-on-gpu": [(SOURCE, Point.TAKEN_BACK), (SOURCE, Point.SAVED)],
 }
 
 
@@ -85,8 +107,9 @@ def cases(arriving: Point) -> list[Any]:
             *(_SNAPSHOTS if way.is_snapshot else (*_MOVES, (TARGET, arriving))),
             *(_ON_GPU if way in DEVICE else ()),
             *([(TARGET, Point.CUDA_RESTORED)] if way in DEVICE and not way.is_snapshot else ()),
-            *([(TARGET, Point.REFILLED)] if way.name in {"held", "files"} else ()),
-            *([(TARGET, Point.ACTIVATED)] if way.name in {"held", "files"} and arriving is Point.RECEIVING else ()),
+            *([(TARGET, Point.REFILLED)] if way.name in _REFILLED else ()),
+            *([(TARGET, Point.ACTIVATED)] if way.name in _REFILLED and arriving is Point.RECEIVING else ()),
+            *([(SOURCE, Point.SHARED_CLOSED)] if way in SHARED else ()),
             *_MORE.get(way.name, ()),
         )
     ]
@@ -110,7 +133,7 @@ class Trip:
             return self.nodes.workload(SOURCE, "layouts.py", "--end-file", str(self.end), "--pace-s", "0.05", **options)
         if self.way.gpu_mib:
             self.gpus.nodes[SOURCE].change(memory_mib=self.way.gpu_mib)
-        return self.gpus.job(SOURCE, *LARGE, "--threads", "1", pace_s=0.05, **options)
+        return self.gpus.job(SOURCE, *LARGE, "--threads", "1", *self.way.arguments, pace_s=0.05, **options)
 
     @property
     def to(self) -> str:

@@ -11,11 +11,13 @@ import hashlib
 import os
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import device_apis as apis
 import xxhash
 from device_apis import allocate, call, place, size
+from device_guest import Guest, exported, opened
 from steps import say, steps, wrong
 
 parser = argparse.ArgumentParser()
@@ -26,7 +28,12 @@ parser.add_argument("--threads", type=int, default=0, help="so many more that ea
 parser.add_argument("--children", type=int, default=0, help="forked after CUDA was initialised; they use none")
 parser.add_argument("--pinned-mib", type=int, default=0, help="pinned host memory, through which the digests are read")
 parser.add_argument("--managed-mib", type=int, default=0)
+parser.add_argument("--shared", type=int, default=0, help="so many child processes that share the first block")
 parser.add_argument("--export", action="store_true", help="makes an IPC handle of the first block")
+parser.add_argument("--lend", default="", metavar="FILE", help="writes the handle of the first block to it")
+parser.add_argument(
+    "--borrow", default="", metavar="FILE", help="opens the block whose handle another rank has written to it"
+)
 parser.add_argument("--export-when", default="", metavar="FILE", help="the same, in the step in which it is there")
 parser.add_argument(
     "--api", choices=("driver", "runtime", "segments"), default="driver", help="where memory is got from"
@@ -194,7 +201,7 @@ def memories() -> list[apis.Memory]:
 
 
 context = ctypes.c_void_p()
-if options.mixed or options.api != "driver":
+if options.mixed or options.shared or options.api != "driver":
     apis.load_runtime()
     call("cudaSetDevice", options.device)
     call("cudaFree", None)
@@ -266,6 +273,11 @@ workers = [Worker(context, sources[number % len(sources)], number) for number in
 for worker in workers:
     worker.start()
 
+if options.lend:
+    Path(options.lend).write_text(exported(blocks[0]))
+if options.borrow:
+    opened(Path(options.borrow).read_text())
+guests = [Guest(apis.RuntimeMemory(), blocks[0], BLOCK_BYTES, options.device) for _ in range(options.shared)]
 digest = b""
 print(f"READY {options.mib} MiB in {options.blocks} blocks", flush=True)
 for step in steps():
@@ -290,6 +302,8 @@ for step in steps():
     for worker in workers:
         worker.done.acquire()
         digest = hashlib.sha256(digest + worker.digest).digest()
+    for guest in guests:
+        digest = guest.turn(step, digest)
     for ask, answer in children:
         os.write(ask, digest)
         digest = hashlib.sha256(digest + os.read(answer, 32)).digest()

@@ -1,6 +1,7 @@
 """Runs two processes that share tensors on a GPU through torch.multiprocessing (CUDA IPC).
 
-Prints what each has read from the other's memory, then `READY`, and ends when the file --until exists.
+Prints what each has read from the other's memory, then `READY`. When the file --until exists both change what they share once
+more, print what they find, and end.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ def other(inbox: Any, outbox: Any) -> None:
     outbox.put(own)
     inbox.get()
     outbox.put(("the child finds in its own", int(own.sum().item())))
+    outbox.put(("the child finds at last", int(given.sum().item())))
+    given.sub_(4)
+    own.add_(1)
+    torch.cuda.synchronize()
+    outbox.put(None)
+    inbox.get()
 
 
 def main() -> None:
@@ -46,9 +53,16 @@ def main() -> None:
     print("READY", flush=True)
     while not options.until.exists():
         time.sleep(0.05)
+    mine.add_(2)
+    torch.cuda.synchronize()
     inbox.put(None)
     print(*outbox.get(), flush=True)
+    print(*outbox.get(), flush=True)
+    outbox.get()
+    print("the parent finds in its own at last", int(mine.sum().item()), flush=True)
+    print("the parent finds at last", int(theirs.sum().item()), flush=True)
     del theirs
+    inbox.put(None)
     child.join()
     print("DONE", child.exitcode, flush=True)
 

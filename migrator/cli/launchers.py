@@ -41,9 +41,10 @@ NCCL_SAFE = {**NCCL_PRESETS, "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": 
 STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 #: How a rank's device memory is moved: by the driver's checkpoint, or faster by the shim, for memory that is allocated with
-#: the shim loaded from the start. shim/keeper/child.py preloads the library that this selects.
+#: the shim loaded from the start; `shared`: that and what processes share of it (CUDA IPC). shim/keeper/child.py preloads the
+#: library that this selects.
 DEVICE_MEMORY_VARIABLE = "SNAPSHIM_DEVICE_MEMORY"
-DEVICE_MEMORY_CHOICES = ("driver", "offload")
+DEVICE_MEMORY_CHOICES = ("driver", "offload", "shared")
 DEVICE_MEMORY_DEFAULT = "offload"
 
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")

@@ -78,7 +78,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="migrator run",
-        usage="migrator run [--job NAME] [--rank N | --launcher] [--device-memory driver|offload]"
+        usage="migrator run [--job NAME] [--rank N | --launcher] [--device-memory driver|offload|shared]"
         " [--protect [5m|auto]] [--copies N] [--replayed-output suppress|mark|pass] [--changed-files restore|keep|refuse]"
         " [--nccl-safe] [--no-shim] [--allow-unprotected] [--json] -- CMD …",
         description=SUMMARY,
@@ -97,7 +97,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--device-memory",
         choices=launchers.DEVICE_MEMORY_CHOICES,
-        help="how device memory is moved: by the CUDA driver's checkpoint, or by the shim, which is faster "
+        help="how device memory is moved: by the CUDA driver's checkpoint, or by the shim, which is faster; shared: also what"
+        " processes share of it (CUDA IPC), for nodes with move_shared_device_memory = true. Recording an event that another"
+        " process has opened waits then until the work before it is done "
         f"(default: ${launchers.DEVICE_MEMORY_VARIABLE}, else {launchers.DEVICE_MEMORY_DEFAULT})",
     )
     protection.add_options(made)

@@ -130,6 +130,25 @@ class Snapshot(Suspension):
                 " snapshot"
             )
 
+        self._warn_of_old_nodes()
+
+    def _warn_of_old_nodes(self) -> None:
+        """They keep images of ranks that share device memory as they keep others, and cannot open that memory again."""
+        needs = {part.rank_uid: self.facts[part.rank_uid].protocol for part in self.participants}
+        too_old = sorted(
+            {
+                copy.node
+                for part, copy in self.copies
+                if protocol.carries_shared_memory(needs[part.rank_uid])
+                and protocol.common(needs[part.rank_uid], self.answering[copy.node].protocol) is None
+            }
+        )
+        if too_old:
+            self.warnings.append(
+                f"a rollback will refuse {', '.join(too_old)} for ranks whose processes share device memory: snapshotd there"
+                " is too old for that. Install the new version there"
+            )
+
     def _full(self, node: str, error: Full) -> Full:
         ranks = [str(part.rank) for part, copy in self.copies if copy.node == node]
         count = len(copies_of(self.participants[0]))

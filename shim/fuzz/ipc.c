@@ -8,12 +8,17 @@
 
 #include "input.h"
 #include "memory/ipc_server.c"
+#define ipc_server_ask ask_really
+#include "memory/ipc_client.c"
+#undef ipc_server_ask
 
 struct snapshim_mailbox snapshim_mailbox;
+static bool inside; /* whether the client is of this rank */
 static struct input answers; /* of the driver, and of the server that is asked */
 
-static int ask_input(uint64_t server, uint64_t number)
+static int ask_input(uint64_t server, uint64_t number, int patience_s)
 {
+	(void)patience_s;
 	(void)server;
 	(void)number;
 	return take(&answers, 1) < 224 ? dup(2) : NOTHING;
@@ -30,6 +35,24 @@ int create_exempt_thread(pthread_t *thread, const pthread_attr_t *attributes, vo
 	(void)routine;
 	(void)argument;
 	return 0; /* the target itself calls serve() */
+}
+
+bool sharing_moves(void)
+{
+	return true;
+}
+
+bool sharing_is_inside(int pid)
+{
+	(void)pid;
+	return inside;
+}
+
+int64_t now_ns(void)
+{
+	static int64_t now;
+
+	return now += 1000000000; /* no client waits for long */
 }
 
 void pause_us(long us)
@@ -194,7 +217,7 @@ static void send_message(int to, struct input text, unsigned int descriptors)
 	sendmsg(to, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
-/* A client asks the server. It gets the descriptor only for the number that was offered. */
+/* A client asks the server. It gets the descriptor only for the number that was offered; one of another rank, not in a move. */
 static void question(struct input *input)
 {
 	int pair[2], copy = dup(2), got;
@@ -209,11 +232,16 @@ static void question(struct input *input)
 		text = (struct input){(const uint8_t *)&offer, sizeof(offer)};
 		asked = offer;
 	}
+	inside = take(input, 1) % 2 == 0;
+	if (take(input, 1) % 2)
+		EXPECT(ipc_server_close_to_others());
 	send_message(pair[0], text, descriptors);
 	shutdown(pair[0], SHUT_WR);
 	serve(pair[1]);
 	got = receive_descriptor(pair[0]);
-	EXPECT((got >= 0) == (asked == offer));
+	EXPECT((got >= 0) == (asked == offer && (inside || !only_inside)));
+	EXPECT((snapshim_mailbox.ipc_outside != 0) == (got >= 0 && !inside));
+	ipc_server_open_to_others();
 	if (got >= 0)
 		close(got);
 	close(pair[0]);
@@ -282,10 +310,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
 	else
 		handles(&input);
 	EXPECT(count_open() == before);
-	for (struct opened *record = opened, *next; record; record = next) {
+	for (struct opened *record = ipc_opened, *next; record; record = next) {
 		next = record->next;
 		free(record);
 	}
-	opened = NULL;
+	ipc_opened = NULL;
 	return 0;
 }

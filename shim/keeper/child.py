@@ -35,7 +35,7 @@ def rank_environment(given: Mapping[str, str], preload: Path | None) -> dict[str
     our libraries, not even if a rank starts a rank."""
     environment = dict(given)
     if preload is not None:
-        ours = [str(preload.with_name(name)) for name in (library.DRIVER_LIBRARY, library.OFFLOAD_LIBRARY)]
+        ours = [str(preload.with_name(name)) for name in library.NAMES]
         already = environment.get("LD_PRELOAD", "")
         words = already.replace(" ", ":").split(":")
         if any(other in words for other in ours if other != str(preload)):

@@ -15,12 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-DEVICE_MEMORY, OFFLOAD = "SNAPSHIM_DEVICE_MEMORY", "offload"  # as `migrator run` sets it
+DEVICE_MEMORY, OFFLOAD, SHARED = "SNAPSHIM_DEVICE_MEMORY", "offload", "shared"  # as `migrator run` sets it
 FOLDER = Path(__file__).parents[1] / "lib"
 #: Beside the libraries, if the installation has it: each build in a folder named by its build id. An upgrade adds to them, so
 #: that the file of a running rank's library stays as it was, on the rank's node and on those that it may move to.
 KEPT = "kept"
 DRIVER_LIBRARY, OFFLOAD_LIBRARY = "libsnapshim.so", "libsnapshim-offload.so"
+SHARED_LIBRARY = "libsnapshim-shared.so"  # as the second; what processes share moves as well
+NAMES = (DRIVER_LIBRARY, OFFLOAD_LIBRARY, SHARED_LIBRARY)
 
 REINSTALL = "install the package again (in a checkout: `make -C shim`)"
 
@@ -51,7 +53,8 @@ class Unusable(Exception):
 
 def wanted(environment: Mapping[str, str], folder: Path = FOLDER) -> Path:
     """The library for a rank with this environment: the one that offloads device memory, unless the driver moves that."""
-    return folder / (OFFLOAD_LIBRARY if environment.get(DEVICE_MEMORY) == OFFLOAD else DRIVER_LIBRARY)
+    by_choice = {OFFLOAD: OFFLOAD_LIBRARY, SHARED: SHARED_LIBRARY}
+    return folder / by_choice.get(environment.get(DEVICE_MEMORY, ""), DRIVER_LIBRARY)
 
 
 def usable(path: Path, environment: Mapping[str, str]) -> Library:

@@ -1,5 +1,6 @@
-/* The binary interface of libsnapshim.so, and of libsnapshim-offload.so, which is the same with memory/. Raise the version
- * when the interface changes. tools/gen-abi makes snapshotd/inprocess/abi.py from this file.
+/* The binary interface of libsnapshim.so, of libsnapshim-offload.so, which is the same with memory/, and of
+ * libsnapshim-shared.so, which is that with sharing/. Raise the version when the interface changes. tools/gen-abi makes
+ * snapshotd/inprocess/abi.py from this file.
  *
  * The daemon writes its commands into `snapshim_mailbox`, in the process's own memory, and wakes its control thread with
  * the reserved signal. So there is no descriptor that a dump would have to carry.
@@ -15,6 +16,11 @@
 #define SNAPSHIM_EXEMPT_MAX 64
 #define SNAPSHIM_STRIPES_MAX 16
 #define SNAPSHIM_VISIBLE_BYTES 512
+#define SNAPSHIM_SERVERS_MAX 16
+
+/* Bits of `ipc_closed` */
+#define SNAPSHIM_IPC_NOT_OFFERED 1
+#define SNAPSHIM_IPC_NOT_OPEN 2
 
 #define SNAPSHIM_EXPORT __attribute__((visibility("default")))
 
@@ -64,6 +70,15 @@ enum snapshim_command {
 	/* Replaces what TAKE_BACK has mapped by memory of this process, while the job is parked. Where nothing is imported it
 	 * does nothing, also without READY */
 	SNAPSHIM_MEMORY_OWN = 42,
+	/* Memory that processes share (CUDA IPC), without READY, in libsnapshim-shared.so. An older library does not know these.
+	 * IPC_TRY makes once what IPC_CLOSE and IPC_OPEN will do, and closes nothing. While the job runs it starts the thread for
+	 * it; while it is parked, processes of other ranks get nothing from then on until RELEASE. EAGAIN: as of OFFLOAD; ENOENT:
+	 * the owner of memory that is open here has freed it, or has ended; EXDEV: another rank has memory of this process */
+	SNAPSHIM_MEMORY_IPC_TRY = 43,
+	SNAPSHIM_MEMORY_IPC_CLOSE = 44, /* only while the job is parked: unmaps all memory of other processes */
+	SNAPSHIM_MEMORY_IPC_OFFER = 45, /* offers memory that came back to other processes, under its former handles */
+	/* Maps what other processes offer at its former addresses. ENOENT: one does not offer it */
+	SNAPSHIM_MEMORY_IPC_OPEN = 46,
 
 	/* Finding written pages. An older library knows neither. */
 	SNAPSHIM_TRACK_OPEN = 48, /* result[0]: a userfaultfd of this process, until TRACK_CLOSE, at most some seconds */
@@ -122,6 +137,14 @@ struct snapshim_mailbox {
 	/* blocks of device memory that another process created (TAKE_BACK), until OWN, HAND_OVER or OFFLOAD. The mailbox of an older
 	 * library ends before, and counts them in ipc_imports */
 	uint64_t device_imported;
+	/* Of ipc_exports and ipc_imports those that can move: OFFLOAD and HAND_OVER take the memory, IPC_CLOSE and IPC_OPEN the
+	 * handles. The mailbox of an older library ends before */
+	uint64_t ipc_exports_that_move;
+	uint64_t ipc_imports_that_move;
+	uint64_t ipc_server; /* that offers what is exported here; 0: none */
+	uint64_t ipc_opened_from[SNAPSHIM_SERVERS_MAX]; /* the servers of what was opened; 0: free */
+	uint32_t ipc_closed; /* not 0: shared memory is closed or not offered, and no thread of the job may run */
+	uint32_t ipc_outside; /* not 0: a process outside this one's cgroup has got something that is exported here */
 };
 
 /* Where the counts of NCCL operations are, for a daemon that only reads them (snapshotd/inprocess/counts.py): no thread of the
@@ -160,13 +183,19 @@ SNAPSHIM_EXPORT long syscall(long number, ...);
  *   dlvsym ibv_open_device ibv_close_device ibv_get_async_event
  */
 
-/* And by libsnapshim-offload.so alone:
+/* And by libsnapshim-offload.so and libsnapshim-shared.so:
  *   cudaMalloc cudaFree cudaFreeAsync cudaFreeAsync_ptsz cudaDeviceReset
  *   cudaDeviceEnablePeerAccess cudaDeviceDisablePeerAccess
  *   cudaGetDriverEntryPoint cudaGetDriverEntryPoint_ptsz
  *   cudaGetDriverEntryPointByVersion cudaGetDriverEntryPointByVersion_ptsz
  *   cuMemAlloc_v2 cuMemFree_v2 cuMemFreeAsync cuMemFreeAsync_ptsz cuMemGetHandleForAddressRange
  *   cuDevicePrimaryCtxReset_v2 cuCtxDestroy_v2 cuCtxEnablePeerAccess cuCtxDisablePeerAccess
+ */
+
+/* And by libsnapshim-shared.so alone:
+ *   cudaEventCreateWithFlags cudaEventDestroy cudaEventRecord cudaEventRecord_ptsz
+ *   cudaEventRecordWithFlags cudaEventRecordWithFlags_ptsz
+ *   cuEventCreate cuEventDestroy_v2 cuEventRecord cuEventRecord_ptsz cuEventRecordWithFlags cuEventRecordWithFlags_ptsz
  */
 
 /* And every symbol of nccl/symbols.h, also by its profiling name (pnccl…). */

@@ -14,7 +14,10 @@ from __future__ import annotations
 from snapshotd.api.snapshotd_pb2 import Check, Protocol
 
 #: Version 0.1, and builds of 0.2 before its release, say no number.
-NEWEST, OLDEST = 2, 2
+NEWEST, OLDEST = 3, 2
+#: Since this number, a target opens device memory again that the processes of a rank share. What is said about such a rank
+#: names no older number, so that daemons which lack that refuse it.
+SHARED_DEVICE_MEMORY = 3
 
 REMEDY = "install the same version on all nodes and for migrator (ranks keep running while a daemon restarts)"
 
@@ -22,6 +25,11 @@ REMEDY = "install the same version on all nodes and for migrator (ranks keep run
 def own() -> Protocol:
     """The numbers that this program speaks."""
     return Protocol(newest=NEWEST, oldest=OLDEST)
+
+
+def carries_shared_memory(said: Protocol) -> bool:
+    """Whether it is about a rank that moves with device memory that its processes share."""
+    return said.oldest >= SHARED_DEVICE_MEMORY
 
 
 def common(one: Protocol, other: Protocol) -> int | None:

@@ -11,8 +11,11 @@ SIGNAL = 61
 EXEMPT_MAX = 64
 STRIPES_MAX = 16
 VISIBLE_BYTES = 512
+SERVERS_MAX = 16
+IPC_NOT_OFFERED = 1
+IPC_NOT_OPEN = 2
 
-_LAYOUT = struct.Struct("<8sIIiiiIII4QIIiI4Q512sQQQ64iQQII16QIi512sQ")
+_LAYOUT = struct.Struct("<8sIIiiiIII4QIIiI4Q512sQQQ64iQQII16QIi512sQQQQ16QII")
 MAILBOX_BYTES = _LAYOUT.size
 
 
@@ -39,6 +42,10 @@ class Command(enum.IntEnum):
     MEMORY_HAND_OVER = 40
     MEMORY_TAKE_BACK = 41
     MEMORY_OWN = 42
+    MEMORY_IPC_TRY = 43
+    MEMORY_IPC_CLOSE = 44
+    MEMORY_IPC_OFFER = 45
+    MEMORY_IPC_OPEN = 46
     TRACK_OPEN = 48
     TRACK_CLOSE = 49
     TWIN = 50
@@ -76,6 +83,12 @@ class Offset(enum.IntEnum):
     COUNTS = 1068
     VISIBLE = 1072
     DEVICE_IMPORTED = 1584
+    IPC_EXPORTS_THAT_MOVE = 1592
+    IPC_IMPORTS_THAT_MOVE = 1600
+    IPC_SERVER = 1608
+    IPC_OPENED_FROM = 1616
+    IPC_CLOSED = 1744
+    IPC_OUTSIDE = 1748
 
 
 class MailboxFields(NamedTuple):
@@ -110,6 +123,12 @@ class MailboxFields(NamedTuple):
     counts: int
     visible: bytes
     device_imported: int
+    ipc_exports_that_move: int
+    ipc_imports_that_move: int
+    ipc_server: int
+    ipc_opened_from: tuple[int, ...]
+    ipc_closed: int
+    ipc_outside: int
 
 
 def unpack(raw: bytes) -> MailboxFields:
@@ -144,4 +163,10 @@ def unpack(raw: bytes) -> MailboxFields:
         counts=values[110],
         visible=values[111],
         device_imported=values[112],
+        ipc_exports_that_move=values[113],
+        ipc_imports_that_move=values[114],
+        ipc_server=values[115],
+        ipc_opened_from=values[116:132],
+        ipc_closed=values[132],
+        ipc_outside=values[133],
     )

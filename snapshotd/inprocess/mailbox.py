@@ -28,8 +28,8 @@ from snapshotd.proc import comm, foreign_memory, status, tree
 log = logging.getLogger(__name__)
 
 LIBRARY = "libsnapshim.so"
-#: A process has one of them: the second, unless `migrator run --device-memory driver` has started it.
-LIBRARIES = (LIBRARY, "libsnapshim-offload.so")
+#: A process has one of them: the second, unless `migrator run --device-memory` has started it with another one.
+LIBRARIES = (LIBRARY, "libsnapshim-offload.so", "libsnapshim-shared.so")
 RESERVED_SIGNAL = abi.SIGNAL
 
 _MAGIC = b"SNAPSHIM"

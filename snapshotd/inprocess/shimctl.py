@@ -33,6 +33,13 @@ class ShimState:
     managed: int
     exports: int
     imports: int
+    moving_exports: int = 0  # of `exports` and `imports` those that can move with the rank
+    moving_imports: int = 0
+    server: int = 0  # that offers what is exported; 0: none
+    opened_from: tuple[int, ...] = ()  # the servers of what is opened
+    shared_closed: bool = False  # some of that is closed or not offered: no thread of the job may run
+    imports_closed: bool = False  # all of what was opened is closed
+    shared_outside: bool = False  # a process outside this one's cgroup has got something that is exported
     device_offloaded: bool = False  # its device memory is in stripes: no thread of the job may run
     foreign_blocks: int = 0  # of its device memory, which another process created
     visible: str | None = None  # CUDA_VISIBLE_DEVICES when CUDA started, "" if not set; None: not known
@@ -74,14 +81,22 @@ class Mailbox(mailbox.Connection):
         box = self.fields()
         ours = box.owner == self.inner_pid()
         asked = box.request != box.answer and box.command == Command.PARK
+        shares = ours and box.size > abi.Offset.IPC_CLOSED
         return ShimState(
             parked=(bool(box.parked) or asked) and ours,
             threads=box.parked_threads,
             managed=box.managed_allocations,
             exports=box.ipc_exports,
             imports=box.ipc_imports,
+            moving_exports=box.ipc_exports_that_move if shares else 0,
+            moving_imports=box.ipc_imports_that_move if shares else 0,
+            server=box.ipc_server if shares else 0,
+            opened_from=tuple(server for server in box.ipc_opened_from if server) if shares else (),
+            shared_closed=bool(box.ipc_closed) and shares,
+            imports_closed=bool(box.ipc_closed & abi.IPC_NOT_OPEN) and shares,
+            shared_outside=bool(box.ipc_outside) and shares,
             device_offloaded=bool(box.device_offloaded) and ours,
-            foreign_blocks=box.device_imported if box.size >= abi.MAILBOX_BYTES else box.ipc_imports,
+            foreign_blocks=box.device_imported if box.size > abi.Offset.DEVICE_IMPORTED else box.ipc_imports,
             visible=_visible(box) if ours else None,
         )
 

@@ -17,6 +17,7 @@ from snapshotd.preflight.gpu_checks import VISIBLE, cuda_processes, uses
 from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.process_info import ProcessInfo
 from snapshotd.preflight.reports import DriverReport
+from snapshotd.preflight.shared_memory import Sharing, lasting
 from snapshotd.preflight.verdict import listed, passed, refused, warned
 from snapshotd.proc import environ
 from snapshotd.proc.room import RESERVE_BYTES
@@ -26,16 +27,12 @@ from snapshotd.proc.tree import Process
 _MANAGED_ABOVE = 1 << 40
 _MANAGED_DEVICE = "/dev/nvidia-uvm"
 #: What `migrator run` sets for the shim.
-_DEVICE_MEMORY, _OFFLOAD = "SNAPSHIM_DEVICE_MEMORY", "offload"
+_DEVICE_MEMORY, _OFFLOADS = "SNAPSHIM_DEVICE_MEMORY", {"offload", "shared"}
 
 
-class Counters(Protocol):
+class Counters(Sharing, Protocol):
     @property
     def managed(self) -> int: ...
-    @property
-    def exports(self) -> int: ...
-    @property
-    def imports(self) -> int: ...
     @property
     def visible(self) -> str | None: ...
 
@@ -99,20 +96,23 @@ def _managed_bytes(process: ProcessInfo) -> int:
 
 
 def ipc(rank: Inspection, gpu: DriverReport, shim: Shim) -> Check:
-    """Device memory that two processes share would become two memories, and the driver cannot checkpoint it."""
-    found = [
-        f"{process}: {counters.exports} handles exported, {counters.imports} opened"
-        for process, counters in _counters(cuda_processes(rank, gpu), shim)
-        if counters.exports or counters.imports
-    ]
-    if found:
-        return refused(
-            "gpu-ipc",
-            f"the rank shares device memory between processes (CUDA IPC): {listed(found)}",
-            "pass tensors between processes in host memory (`tensor.cpu()` before a multiprocessing queue) and start the job"
-            " again; a program that shares no events can free and close what it shared instead",
-        )
+    """Device memory that two processes share would become two memories, unless the shim closes it and opens it again."""
+    processes = cuda_processes(rank, gpu)
+    stuck, found = lasting(
+        lambda: [(str(process), counters) for process, counters in _counters(processes, shim)], moves=rank.moves_shared
+    )
+    if stuck is not None:
+        return refused("gpu-ipc", stuck.reason, stuck.remedy)
+    exports, imports = (sum(getattr(one, name) for _, one in found) for name in ("exports", "imports"))
+    if exports or imports:
+        return passed("gpu-ipc", f"{exports} handles exported, {imports} opened, all between processes of the rank")
     return passed("gpu-ipc", "no handles exported or opened")
+
+
+def shares(rank: Inspection, gpu: DriverReport, shim: Shim) -> bool:
+    """Whether its processes share device memory that moves with it."""
+    found = _counters(cuda_processes(rank, gpu), shim)
+    return rank.moves_shared and any(counters.exports or counters.imports for _, counters in found)
 
 
 def visible_devices(rank: Inspection, gpu: DriverReport, shim: Shim) -> dict[int, str]:
@@ -145,7 +145,7 @@ def device_memory(rank: Inspection, gpu: DriverReport, shim: Shim) -> Check:
     shown = f"{_DEVICE_MEMORY}={'|'.join(sorted(values))}"
     found = _offloaded(holders, shim)
     if not found:
-        if _OFFLOAD in values:
+        if _OFFLOADS & values:
             return warned(
                 "gpu-device-memory",
                 f"{shown}, but no process has {devmem.LEAST_BYTES >> 20} MiB of memory that the shim backs: the driver's"
@@ -180,7 +180,7 @@ def _offloaded(processes: Sequence[ProcessInfo], shim: Shim) -> list[tuple[int, 
         with contextlib.suppress(SnapshotError):
             if mailbox := shim.find(Process(process.pid, process.start_ticks)):
                 backed = mailbox.device_memory()
-                if backed.bytes >= devmem.LEAST_BYTES:
+                if backed.bytes >= devmem.LEAST_BYTES or mailbox.state().moving_exports:
                     found.append((backed.bytes, backed.blocks))
     return found
 

@@ -121,19 +121,22 @@ def inspect_rank(
     nccl: NcclReports | None = None,
     digest_seconds: float = DIGEST_SECONDS,
     holds: bool = False,
+    moves_shared: bool = False,
 ) -> tuple[RankFacts, list[Check]]:
     """Facts and verdicts about a running rank; never raises. Blocking: run it in a thread.
 
     `pids` are all processes of the rank's cgroup, numbered as in the daemon's pid namespace. `keeper_pid` 0 means that the
     rank has no keeper. `keeper_is_guest` means that this product made the keeper's pid and mount namespaces. `gpu` is the
     driver's report, None if none of these processes holds CUDA; `nccl` is what the shims report about communicators.
-    `holds`: device memory that the shim can hand over stays on its GPU until it is sent.
+    `holds`: device memory that the shim can hand over stays on its GPU until it is sent. `moves_shared`: device memory that
+    its processes share can move.
     """
     facts = RankFacts(
         source_node=node, daemon_version=daemon_version, protocol=protocol.own(), criu_version=criu_version
     )
     facts.rank.CopyFrom(rank)
-    seen = Inspection(pids, root_pid, carry_paths, keeper_pid, keeper_is_guest, criu_version, gpu, nccl, holds=holds)
+    where = (pids, root_pid, carry_paths, keeper_pid, keeper_is_guest)
+    seen = Inspection(*where, criu_version, gpu, nccl, holds=holds, moves_shared=moves_shared)
     alive = examined("rank-alive", process_checks.rank_alive, seen)
     if alive.verdict == Check.REFUSE:
         return facts, [alive]
@@ -164,6 +167,8 @@ def _fill(seen: Inspection, filled: RankFacts, digest_seconds: float) -> Check:
         facts.gpu.CopyFrom(gpu_checks.facts_of(seen, seen.gpu, visible, offloaded_bytes))
         facts.gpu.held_stripes = gpu_shim_checks.held_stripes(seen, seen.gpu, shimctl)
         facts.gpu.slot_bytes = devmem.SLOT_BYTES
+        if gpu_shim_checks.shares(seen, seen.gpu, shimctl):
+            facts.protocol.oldest = protocol.SHARED_DEVICE_MEMORY  # an older daemon could not open it again
         facts.memory_bytes += facts.gpu.device_bytes  # in the image or in stripes when CRIU starts
     facts.nccl_rdma.extend(rdma_checks.nccl_devices(seen))
     facts.processes = len(seen.tree.alive)

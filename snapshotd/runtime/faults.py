@@ -29,6 +29,7 @@ class Point(StrEnum):
     BEFORE_FREEZE = "before-freeze"
     PARKED = "parked"  # the threads of a GPU rank are parked; the GPU may still be working
     LOCKED = "locked"  # the GPU's work is drained as well
+    SHARED_CLOSED = "shared-closed"  # processes have closed the device memory that they share; all of it is on the GPU
     OFFLOADED = "memory-offloaded"  # the shim has offloaded its part into stripes; the rest is on the GPU, unlocked
     CHECKPOINTED = "checkpointed"  # all device memory is in host memory; no process is stopped yet
     TWINNED = "twinned"  # twins of a rank that is snapshotted were made; no process is stopped yet

@@ -69,7 +69,7 @@ def criu(config: Config) -> Finding:
 
 def shim_libraries() -> Finding:
     try:
-        found = [library.usable(_LIBRARIES / name, {}) for name in (library.DRIVER_LIBRARY, library.OFFLOAD_LIBRARY)]
+        found = [library.usable(_LIBRARIES / name, {}) for name in library.NAMES]
     except library.Unusable as error:
         return failed("shim", str(error), error.remedy)
     known = Builds()

@@ -13,7 +13,11 @@ from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.snapshotd_pb2 import Check, Protocol
 
-RECORD = Path(__file__).with_name(f"protocol-{protocol.NEWEST}.txt")
+
+def record_of(number: int) -> Path:
+    return Path(__file__).with_name(f"protocol-{number}.txt")
+
+
 CHANGED = (
     "older programs would not understand this. Keep what they know, or increase NEWEST in snapshotd/api/protocol.py and"
     " record the new protocol: python -m tests.api.test_protocol"
@@ -49,8 +53,9 @@ def type_name(field: FieldDescriptor) -> str:
     )
 
 
-def test_what_is_recorded_for_the_number_still_holds() -> None:
-    recorded, now = RECORD.read_text().splitlines(), spoken()
+@pytest.mark.parametrize("number", range(protocol.OLDEST, protocol.NEWEST + 1))
+def test_what_is_recorded_for_the_number_still_holds(number: int) -> None:
+    recorded, now = record_of(number).read_text().splitlines(), spoken()
     assert sorted(set(recorded) - set(now)) == [], CHANGED
     steps = [line for line in now if line.startswith("step ")]
     assert steps == [line for line in recorded if line.startswith("step ")], CHANGED
@@ -78,4 +83,4 @@ def test_the_newest_common_number_is_spoken(one: Protocol, other: Protocol, comm
 
 
 if __name__ == "__main__":
-    RECORD.write_text("".join(f"{line}\n" for line in spoken()))
+    record_of(protocol.NEWEST).write_text("".join(f"{line}\n" for line in spoken()))

@@ -38,6 +38,7 @@ class Cluster:
         self.asked: list[tuple[str, str, str]] = []  # node, call, move
         self.begun = pb.BeginJobRequest()
         self.protocols: dict[str, pb.Protocol] = {}  # of nodes of other versions
+        self.oldest = protocol.OLDEST  # that a target of the ranks may speak
         self.not_asked: list[str] = []
         self.outcomes: list[pb.Outcome] = []  # the last of them from then on
 
@@ -45,7 +46,9 @@ class Cluster:
     async def client(self, node: str) -> AsyncIterator[Any]:
         async def inspect(request: pb.InspectRequest, timeout_s: float) -> pb.InspectReply:
             (rank,) = [rank for rank in RANKS if rank.uid == request.rank_uid]
-            return pb.InspectReply(facts=pb.RankFacts(rank=rank, source_node=node), signs_images=node not in self.old)
+            said = pb.Protocol(newest=protocol.NEWEST, oldest=self.oldest)
+            facts = pb.RankFacts(rank=rank, source_node=node, protocol=said)
+            return pb.InspectReply(facts=facts, signs_images=node not in self.old)
 
         async def begin(request: pb.BeginJobRequest, timeout_s: float) -> pb.BeginJobReply:
             self.begun.CopyFrom(request)
@@ -215,6 +218,18 @@ async def test_nodes_that_keep_no_signature_are_named(old: tuple[str, ...], name
     said = [f"a rollback will refuse the copies on {', '.join(named)}: an older version"] if named else []
     assert [warning[: len(text)] for warning, text in zip(run.warnings, said, strict=True)] == said
     assert all("Install the new version there, then take a snapshot" in warning for warning in run.warnings)
+    await run.close()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+async def test_nodes_that_are_too_old_for_shared_device_memory_are_named(*, shares: bool) -> None:
+    cluster = Cluster()
+    cluster.oldest = protocol.SHARED_DEVICE_MEMORY if shares else protocol.OLDEST
+    cluster.protocols = {"node-3": pb.Protocol(newest=protocol.SHARED_DEVICE_MEMORY - 1, oldest=protocol.OLDEST)}
+    run = await inspected(cluster, 2)
+    await run.prepare(1.0)
+    said = "a rollback will refuse node-3 for ranks whose processes share device memory"
+    assert [warning[: len(said)] for warning in run.warnings] == [said] * shares
     await run.close()
 
 

@@ -166,7 +166,7 @@ def test_daemon_without_a_common_protocol_is_refused_before_any_other_call(
     ran = migrator(verb, "--rank", "0", "--to", "spare-1")
     assert ran.code == Refused.exit_code
     assert f"daemon-version: snapshotd 0.1.0 on {node} speaks {text}" in ran.err
-    assert f"migrator {__version__} speaks protocol {protocol.NEWEST}" in ran.err
+    assert f"migrator {__version__} speaks {protocol.described(protocol.own())}" in ran.err
     assert "install the same version" in ran.err
     assert {method for method, _ in cluster[node].asked} == {"GetNode", "ListRanks"}
 

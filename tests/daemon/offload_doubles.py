@@ -18,7 +18,7 @@ from snapshotd.api.errors import (
 )
 from snapshotd.cuda.driver import State
 from snapshotd.holder.client import Holder
-from snapshotd.inprocess import devmem
+from snapshotd.inprocess import devmem, sharing
 from snapshotd.inprocess.devmem import Caught
 from snapshotd.moves.device import offload, refill, standstill
 from snapshotd.moves.device.parts import Parts
@@ -180,9 +180,20 @@ class Source:
         self.log.mark(Mark.BEGUN)
         self.moving = Moving(self.log)
         monkeypatch.setattr(devmem, "find", self.memories.get)
+        self.sharing: set[Process] = set()
+        self.outside: set[Process] = set()  # those of whose memory a process of another rank has got some
+        monkeypatch.setattr(sharing, "find", self._find_shared)
         monkeypatch.setattr(Outgoing, "open", self._outgoing)
         monkeypatch.setattr(standstill, "let_go", self._let_go)
         monkeypatch.setattr(standstill, "still", self._still)
+
+    def _find_shared(self, process: Process) -> Any:
+        exports = int(process in self.sharing)
+        outside = process in self.outside
+        state = SimpleNamespace(
+            exports=exports, moving_exports=exports, imports=0, shared_closed=False, shared_outside=outside, parked=True
+        )
+        return SimpleNamespace(process=process, state=lambda: state)
 
     @property
     def first(self) -> Memory:

@@ -75,13 +75,23 @@ def out() -> set[Process]:
 
 
 @pytest.fixture
-def parked(two: list[Process], out: set[Process], monkeypatch: pytest.MonkeyPatch) -> set[Process]:
+def closed() -> set[Process]:
+    """The processes with shared memory that is not open again."""
+    return set()
+
+
+@pytest.fixture
+def parked(
+    two: list[Process], out: set[Process], closed: set[Process], monkeypatch: pytest.MonkeyPatch
+) -> set[Process]:
     """The processes whose threads are parked."""
     held = set(two)
 
     def find(process: Process) -> Any:
         return SimpleNamespace(
-            state=lambda: SimpleNamespace(parked=process in held, device_offloaded=process in out),
+            state=lambda: SimpleNamespace(
+                parked=process in held, device_offloaded=process in out, shared_closed=process in closed
+            ),
             device_memory=lambda: SimpleNamespace(offloaded=process in out),
             release=lambda timeout_s: held.discard(process),
         )
@@ -119,6 +129,19 @@ async def test_restore_is_not_tried_on_a_gpu_of_unknown_state(two: list[Process]
     with pytest.raises(GpuFailed, match="NVML did not answer"):
         await bring_back(driver)
     assert (driver.said, parked) == ([], set(two))
+
+
+async def test_hanging_restore_releases_no_thread_while_shared_memory_is_closed(
+    two: list[Process], parked: set[Process], out: set[Process], closed: set[Process]
+) -> None:
+    """The owner could free what the other process has to open again."""
+    driver = Driver(two)
+    driver.hanging = "restore"
+    closed.add(two[1])
+    out.add(two[1])
+    with pytest.raises(Timeout):
+        await bring_back(driver)
+    assert parked == set(two)
 
 
 async def test_hanging_restore_releases_the_parked_threads(two: list[Process], parked: set[Process]) -> None:

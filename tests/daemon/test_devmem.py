@@ -21,8 +21,9 @@ from tests.shim.memory import conftest as memory
 from tests.shim.memory.conftest import Start
 from tests.shim.memory.jobs import DROP, FILL, OFFLOAD
 
-library, offload_library = shim.library, shim.offload_library
-node, program, start_job = memory.node, memory.program, memory.start_job
+library, offload_library, shared_library = shim.library, shim.offload_library, shim.shared_library
+node, program, libraries = memory.node, memory.program, memory.libraries
+usual_library, start_job = memory.usual_library, memory.start_job
 
 
 @pytest.mark.parametrize("command", [OFFLOAD, FILL, DROP])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from snapshotd.api.errors import Full, GpuFailed, Timeout, Unreachable, Where
-from snapshotd.inprocess import holding
+from snapshotd.inprocess import devmem, holding
 from snapshotd.inprocess.holding import CannotExport
-from snapshotd.moves.device import hold, offload
+from snapshotd.moves.device import hold, offload, refill
 from snapshotd.moves.device.memory import Lost
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.record_parts import StripedProcess
@@ -185,3 +185,20 @@ def test_replacement_that_hangs_is_not_only_logged(source: Source, monkeypatch: 
     monkeypatch.setattr(holding, "find", lambda process: InProcess(10))
     with pytest.raises(Timeout, match="did not return"):
         hold.own(next(iter(source.memories)), 1, 1 << 20, 1.0)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+async def test_memory_that_another_rank_has_got_is_not_replaced(
+    source: Source, monkeypatch: pytest.MonkeyPatch, outside: bool
+) -> None:
+    """After an undo with nothing offloaded: there would be two memories."""
+    one, replaced = striped(source), list[Process]()
+    source.log.mark(source.log.last_mark, striped_processes=[one])
+    source.sharing.add(one.process)
+    source.outside |= {one.process} if outside else set()
+    monkeypatch.setattr(devmem, "is_out", lambda process: False)
+    monkeypatch.setattr(hold, "imports", lambda process: True)
+    monkeypatch.setattr(hold, "own", lambda process, *numbers: replaced.append(process))
+    holder: Any = SimpleNamespace(drop=lambda keys: None)
+    await refill.on_source(source.node.config.image_dir, source.log, holder)
+    assert replaced == ([] if outside else [one.process])

@@ -93,6 +93,16 @@ async def test_thread_parked_in_an_allocation_is_released_and_parked_again(sourc
     assert source.second.said == ["ready", *["offload"] * offload.TRIES]
 
 
+@pytest.mark.parametrize("sharer", [0, 1])
+async def test_no_process_is_released_while_others_of_the_rank_share_memory(source: Source, sharer: int) -> None:
+    """What they share is closed: a process that runs for a moment could free it, or open more."""
+    source.sharing.add(list(source.memories)[sharer])
+    source.second.failures = [Caught("in cudaMalloc")]
+    with pytest.raises(GpuFailed, match="gpu-ipc: a thread is in the middle of a call into CUDA"):
+        await source.out()
+    assert source.let_go == []
+
+
 async def test_process_that_fails_after_a_retry_is_left_to_the_driver(source: Source) -> None:
     """What was prepared for it may have become invalid when its threads were released."""
     source.second.failures = [Caught("in cudaMalloc"), GpuFailed("it is not ready any more")]

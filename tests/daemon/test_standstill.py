@@ -23,7 +23,7 @@ class Rank:
         self.said: list[str] = []
         self.failures: dict[str, SnapshotError] = {}
         self.parked: set[Process] = set()
-        self.shares: dict[Process, tuple[int, int]] = {}
+        self.closed: set[Process] = set()
 
     def _do(self, act: str, process: Process) -> None:
         self.said.append(f"{act} {process.pid}")
@@ -44,9 +44,8 @@ class Rank:
             self.parked.discard(process)
 
         def state() -> Any:
-            exports, imports = self.shares.get(process, (0, 0))
             return SimpleNamespace(
-                parked=process in self.parked, device_offloaded=False, exports=exports, imports=imports
+                parked=process in self.parked, device_offloaded=False, shared_closed=process in self.closed
             )
 
         return SimpleNamespace(park=park, release=release, state=state)
@@ -130,10 +129,12 @@ async def test_second_lock_timeout_is_raised_with_threads_released(rank: Rank) -
     assert rank.parked == set()
 
 
-@pytest.mark.parametrize("shares", [(1, 0), (0, 1)])
-async def test_process_that_shares_memory_since_preflight_is_not_moved(rank: Rank, shares: tuple[int, int]) -> None:
-    rank.shares[SECOND] = shares
-    with pytest.raises(
-        GpuFailed, match=f"process 20 has begun to share .*: {shares[0]} handles exported, {shares[1]} op"
-    ):
-        await rank.still(FIRST, SECOND)
+async def test_no_process_is_released_while_shared_memory_is_closed(rank: Rank) -> None:
+    await rank.still(FIRST, SECOND)
+    rank.closed.add(SECOND)
+    with pytest.raises(GpuFailed, match="that process 20 shares with others is not open again"):
+        await standstill.let_go([FIRST, SECOND])
+    assert rank.parked == {FIRST, SECOND}, "the other one could free what the memory is part of"
+    rank.closed.clear()
+    await standstill.let_go([FIRST, SECOND])
+    assert rank.parked == set()

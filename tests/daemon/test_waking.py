@@ -187,7 +187,7 @@ async def test_ended_child_does_not_keep_the_others_parked(monkeypatch: pytest.M
         if process == dead:
             raise RankGone("process 11 has ended")
         return SimpleNamespace(
-            state=lambda: SimpleNamespace(parked=True, device_offloaded=False),
+            state=lambda: SimpleNamespace(parked=True, device_offloaded=False, shared_closed=False),
             release=lambda timeout_s: released.append(process),
         )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shim.keeper.child import rank_environment
-from shim.keeper.library import DRIVER_LIBRARY, OFFLOAD_LIBRARY
+from shim.keeper.library import DRIVER_LIBRARY, NAMES, OFFLOAD_LIBRARY, SHARED_LIBRARY
 from tests.keeper.nodes import REPOSITORY, Node, python
 from tests.shim.build import LIB, make_shim
 
@@ -33,7 +33,7 @@ def built() -> Path:
     return LIB
 
 
-@pytest.fixture(params=["libsnapshim.so", "libsnapshim-offload.so"])
+@pytest.fixture(params=NAMES)
 def library(built: Path, request: pytest.FixtureRequest) -> Path:
     return built / str(request.param)
 
@@ -60,7 +60,11 @@ def test_output_of_programs_is_unchanged(library: Path, argv: tuple[str, ...]) -
 def test_only_what_the_abi_names_is_exported(library: Path) -> None:
     symbols = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
     header = (REPOSITORY / "shim" / "lib" / "abi.h").read_text()
-    lists = ["Interposed as well", *(["And by libsnapshim-offload.so"] if "offload" in library.name else [])]
+    lists = ["Interposed as well"]
+    if library.name != DRIVER_LIBRARY:
+        lists.append("And by libsnapshim-offload.so and libsnapshim-shared.so")
+    if library.name == SHARED_LIBRARY:
+        lists.append("And by libsnapshim-shared.so alone")
     texts = [header.partition(title)[2].partition(":")[2].partition("*/")[0] for title in lists]
     interposed = " ".join(texts).replace("*", " ").split()
     named = ["snapshim_abi_version", "snapshim_mailbox", "syscall", *interposed]
@@ -80,6 +84,8 @@ def test_rank_gets_the_launchers_environment_plus_the_preload(tmp_path: Path) ->
     assert replaced["LD_PRELOAD"] == f"{offload}:x.so:y.so", "the one in the place of the other"
     assert rank_environment(replaced, offload) == replaced
     assert rank_environment(replaced, driver)["LD_PRELOAD"] == f"{driver}:x.so:y.so"
+    shared = tmp_path / SHARED_LIBRARY
+    assert rank_environment(replaced, shared)["LD_PRELOAD"] == f"{shared}:x.so:y.so"
 
 
 async def test_rank_has_the_library_preloaded(node: Node) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Undone, Where
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.closed_files import Scope
 from snapshotd.moves.journal import Journal
@@ -87,7 +88,26 @@ def test_only_so_many_facts_are_kept() -> None:
     assert remembered.take(last, entry()) == found()
 
 
-async def test_move_begins_with_what_its_own_preflight_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SourceSteps:
+    """Of a daemon that has the rank."""
+    monkeypatch.setattr("snapshotd.moves.peers.connections.look", lambda pids, places: ([], []))
+    here: Any = SimpleNamespace(**vars(entry(cgroup=str(tmp_path))) | {"link": object()})
+    here.group, here.keeper_alive = SimpleNamespace(pids=list), bool
+    node: Any = SimpleNamespace(
+        journal=Journal(tmp_path / "journal"),
+        config=SimpleNamespace(node="node-1", advertise="node-1:7070"),
+        ranks=SimpleNamespace(here=lambda uid: here, get=lambda uid, role: here),
+    )
+    anything: Any = SimpleNamespace()
+    made = SourceSteps(node, lambda pids: "", anything)
+    monkeypatch.setattr(made, "settle_all", lambda: None)
+    return made
+
+
+async def test_move_begins_with_what_its_own_preflight_found(
+    source: SourceSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other callers look at the same rank before and afterwards, and find something else, or are refused."""
     looks: list[Looked] = []
 
@@ -98,24 +118,34 @@ async def test_move_begins_with_what_its_own_preflight_found(tmp_path: Path, mon
         return looks[-1]
 
     monkeypatch.setattr(inspection, "look", look)
-    monkeypatch.setattr("snapshotd.moves.peers.connections.look", lambda pids, places: ([], []))
-    here: Any = SimpleNamespace(**vars(entry(cgroup=str(tmp_path))) | {"link": object()})
-    here.group, here.keeper_alive = SimpleNamespace(pids=list), bool
-    node: Any = SimpleNamespace(
-        journal=Journal(tmp_path / "journal"),
-        config=SimpleNamespace(node="node-1", advertise="node-1:7070"),
-        ranks=SimpleNamespace(here=lambda uid: here, get=lambda uid, role: here),
-    )
-    anything: Any = SimpleNamespace()
-    source = SourceSteps(node, lambda pids: "", anything)
-    monkeypatch.setattr(source, "settle_all", lambda: None)
     request = pb.InspectRequest(rank_uid=UID, protocol=protocol.own())
     _, mine, refused = [await source.inspect(request) for _ in range(3)]
     assert refused.look == ""
     begin = pb.BeginRequest(move="m-000000000001", rank_uid=UID, nonce=bytes(32), lease_s=30, look=mine.look)
     await source.begin(begin)
     assert source.moving(begin.move).facts == mine.facts == looks[1].facts
-    here.moving = ""
+    source.node.ranks.here(UID).moving = ""
     begin.move = "m-000000000002"
     await source.begin(begin)
     assert source.moving(begin.move).facts == looks[3].facts, "what was used once is not used again"
+
+
+async def test_move_does_not_begin_with_shared_memory_that_the_target_was_not_told_of(
+    source: SourceSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be too old to open it again."""
+
+    async def look(*_: object, moves: bool) -> Looked:
+        one = found()
+        one.facts.protocol.CopyFrom(pb.Protocol(newest=protocol.NEWEST, oldest=protocol.SHARED_DEVICE_MEMORY))
+        return one
+
+    monkeypatch.setattr(inspection, "look", look)
+    request = pb.InspectRequest(rank_uid=UID, protocol=protocol.own())
+    begin = pb.BeginRequest(move="m-000000000001", rank_uid=UID, nonce=bytes(32), lease_s=30)
+    with pytest.raises(Undone, match="the target was asked too long ago") as caught:
+        await source.begin(begin)
+    assert caught.value.where is Where.SOURCE_RUNNING
+    source.node.ranks.here(UID).moving = ""
+    begin.move, begin.look = "m-000000000002", (await source.inspect(request)).look
+    await source.begin(begin)

@@ -59,6 +59,11 @@ class FakeShim:
     managed: int = 0
     exports: int = 0
     imports: int = 0
+    moving_exports: int = 0
+    moving_imports: int = 0
+    server: int = 0
+    opened_from: tuple[int, ...] = ()
+    shared_outside: bool = False
     visible: str | None = None
     bytes: int = 0  # of device memory that it backs
     blocks: int = 0
@@ -84,8 +89,10 @@ def gpu_rank(rank: Starter, feature: str = "gpu()") -> Child:
     return rank(KEEPER.replace("FEATURE", feature.replace("\n", "\n    ")))
 
 
-def inspect(child: Child, gpu: DriverReport | None, *, holds: bool = False) -> tuple[pb.RankFacts, dict[str, Check]]:
-    return child.inspect(keeper_pid=child.pid, keeper_is_guest=True, gpu=gpu, holds=holds)
+def inspect(
+    child: Child, gpu: DriverReport | None, *, holds: bool = False, moves_shared: bool = False
+) -> tuple[pb.RankFacts, dict[str, Check]]:
+    return child.inspect(keeper_pid=child.pid, keeper_is_guest=True, gpu=gpu, holds=holds, moves_shared=moves_shared)
 
 
 def card(index: int = 0, *processes: pb.GpuProcess, used: int = 3 * MIB, mig: bool = False) -> pb.Gpu:

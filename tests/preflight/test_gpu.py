@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed
 from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.inprocess import devmem
-from snapshotd.preflight import DriverReport, recheck, refusals
+from snapshotd.preflight import DriverReport, recheck, refusals, shared_memory
 from snapshotd.preflight.source import GPU_CHECKS, SOURCE_CHECKS
 from snapshotd.proc import tree
 from tests.preflight.conftest import Starter
@@ -189,6 +190,81 @@ def test_device_memory_shared_with_others_is_refused(rank: Starter, shim: FakeSh
     assert set(shim.asked) == {tree.Process.of(child.pids[0])}
     shim.missing = True
     assert inspect(child, seen(child))[1]["gpu-ipc"].verdict == Check.PASS
+
+
+@pytest.fixture
+def sharing(shim: FakeShim, monkeypatch: pytest.MonkeyPatch) -> FakeShim:
+    """Processes that share what can move, if the configuration allows it."""
+    monkeypatch.setattr(shared_memory, "LOOK_AGAIN_S", 0.0)
+    shim.exports = shim.moving_exports = 1
+    shim.imports = shim.moving_imports = 2
+    shim.server, shim.opened_from = 5, (5,)
+    return shim
+
+
+def test_device_memory_that_processes_of_the_rank_share_can_move(rank: Starter, sharing: FakeShim) -> None:
+    child = gpu_rank(rank)
+    facts, checks = inspect(child, seen(child), moves_shared=True)
+    assert (checks["gpu-ipc"].verdict, checks["gpu-ipc"].reason) == (
+        Check.PASS,
+        "1 handles exported, 2 opened, all between processes of the rank",
+    )
+    assert facts.protocol.oldest == protocol.SHARED_DEVICE_MEMORY, "an older target refuses it (daemon-version)"
+    sharing.exports = sharing.moving_exports = sharing.imports = sharing.moving_imports = 0
+    assert inspect(child, seen(child), moves_shared=True)[0].protocol == protocol.own()
+
+
+def test_shared_memory_is_refused_unless_the_configuration_allows_it(rank: Starter, sharing: FakeShim) -> None:
+    child = gpu_rank(rank)
+    facts, checks = inspect(child, seen(child))
+    assert checks["gpu-ipc"].verdict == Check.REFUSE
+    assert "1 handles exported, 2 opened" in checks["gpu-ipc"].reason
+    assert "move_shared_device_memory = true" in checks["gpu-ipc"].remedy
+    assert facts.protocol == protocol.own()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "remedy"),
+    [
+        ({"opened_from": (5, 6)}, "not in the rank, or have ended", "host memory"),
+        ({"shared_outside": True}, "processes that are not in the rank have opened its", "host memory"),
+        ({"moving_exports": 0}, "that does not move with it", "--device-memory shared"),
+        ({"moving_imports": 1}, "that does not move with it", "--device-memory shared"),
+    ],
+)
+def test_shared_memory_that_cannot_move_is_refused(
+    rank: Starter, sharing: FakeShim, change: dict[str, object], reason: str, remedy: str
+) -> None:
+    child = gpu_rank(rank)
+    for name, value in change.items():
+        setattr(sharing, name, value)
+    check = inspect(child, seen(child), moves_shared=True)[1]["gpu-ipc"]
+    assert check.verdict == Check.REFUSE
+    assert reason in check.reason
+    assert remedy in check.remedy
+
+
+def test_counts_that_are_read_while_they_change_refuse_nothing(sharing: FakeShim) -> None:
+    """A handle counts as open before its memory is mapped."""
+    looks: list[int] = []
+
+    def read() -> list[tuple[str, FakeShim]]:
+        looks.append(len(looks))
+        return [("process 7", replace(sharing, moving_imports=1 if len(looks) < shared_memory.LOOKS else 2))]
+
+    assert shared_memory.lasting(read)[0] is None
+    assert len(looks) == shared_memory.LOOKS
+    looks.clear()
+    stuck, _ = shared_memory.lasting(lambda: [("process 7", replace(sharing, moving_imports=1))])
+    assert stuck is not None
+
+
+def test_shared_memory_leaves_in_stripes_however_small_it_is(rank: Starter, shim: FakeShim) -> None:
+    child = gpu_rank(rank)
+    shim.bytes, shim.blocks = MIB, 1
+    assert inspect(child, seen(child), holds=True)[0].gpu.held_stripes == 0
+    shim.exports = shim.moving_exports = 1
+    assert inspect(child, seen(child), holds=True)[0].gpu.held_stripes == devmem.STRIPES
 
 
 def test_process_without_the_shim_is_refused(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,12 @@ def test_suitable_node_passes_every_check() -> None:
     assert {check.verdict for check in verdicts(facts()).values()} == {Check.PASS}
 
 
+def needs_newer_target(shown: RankFacts, target: NodeInfo) -> None:
+    """The processes of the rank share device memory."""
+    shown.protocol.CopyFrom(pb.Protocol(newest=protocol.NEWEST, oldest=protocol.SHARED_DEVICE_MEMORY))
+    target.protocol.CopyFrom(pb.Protocol(newest=protocol.SHARED_DEVICE_MEMORY - 1, oldest=2))
+
+
 ALTERED: dict[str, tuple[Callable[[RankFacts, NodeInfo], None], str, Check.Verdict.ValueType]] = {
     "itself": (lambda f, n: setattr(n, "name", "node-1"), "target-node", Check.REFUSE),
     "other-version": (lambda f, n: setattr(n, "version", "9.2.0"), "daemon-version", Check.PASS),
@@ -134,6 +140,7 @@ ALTERED: dict[str, tuple[Callable[[RankFacts, NodeInfo], None], str, Check.Verdi
         Check.REFUSE,
     ),
     "wider-protocol": (lambda f, n: n.protocol.CopyFrom(pb.Protocol(newest=9, oldest=1)), "daemon-version", Check.PASS),
+    "shared-device-memory": (needs_newer_target, "daemon-version", Check.REFUSE),
     "no-protocol": (lambda f, n: f.ClearField("protocol"), "daemon-version", Check.REFUSE),
     "other-machine": (lambda f, n: setattr(n, "architecture", "riscv64"), "architecture", Check.REFUSE),
     "lacking-cpu": (lambda f, n: f.cpu_features.append("avx9000"), "cpu-features", Check.REFUSE),

@@ -111,9 +111,14 @@ def test_no_python_module_imports_itself_over_others() -> None:
     assert not gone, "these cycles are gone: remove them from PYTHON_KNOWN"
 
 
-@pytest.mark.parametrize("absent", ["memory/", "core/driver_only"], ids=["libsnapshim.so", "libsnapshim-offload.so"])
-def test_no_c_file_uses_itself_over_others(absent: str) -> None:
-    """`driver_only` takes the place of the files in `memory` in the library that leaves device memory to the driver."""
+@pytest.mark.parametrize(
+    "absent",
+    [("memory/", "sharing/"), ("core/driver_only", "sharing/"), ("core/driver_only", "core/no_sharing")],
+    ids=["libsnapshim.so", "libsnapshim-offload.so", "libsnapshim-shared.so"],
+)
+def test_no_c_file_uses_itself_over_others(absent: tuple[str, ...]) -> None:
+    """`driver_only` takes the place of the files in `memory` in the library that leaves device memory to the driver,
+    `no_sharing` that of the files in `sharing` where what processes share does not move."""
     whole = object_graph()
     graph = {
         name: {other for other in used if not other.startswith(absent)}

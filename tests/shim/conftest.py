@@ -22,6 +22,12 @@ def offload_library(library: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def shared_library(library: Path) -> Path:
+    """The variant that also moves what processes share of it."""
+    return library.with_name("libsnapshim-shared.so")
+
+
+@pytest.fixture(scope="session")
 def work_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compile_c(PROGRAMS / "work.c", tmp_path_factory.mktemp("work") / "work", "-pthread")
 

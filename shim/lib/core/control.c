@@ -30,6 +30,12 @@ static int dispatch(uint32_t command, int64_t timeout_ns)
 			add_text("the job's device memory is offloaded: it must be back on the GPU before a thread may run");
 			return EBUSY;
 		}
+		if (LOAD(&snapshim_mailbox.ipc_closed)) {
+			add_text("device memory that the job shares between processes is closed: it must be open before a "
+				 "thread "
+				 "may run");
+			return EBUSY;
+		}
 		if (!memory_lets_run()) {
 			add_text("the job's device memory is being replaced by its own: a call into CUDA has not returned");
 			return EBUSY;
@@ -49,7 +55,7 @@ static int dispatch(uint32_t command, int64_t timeout_ns)
 	case SNAPSHIM_NCCL_DEVICES:
 		return nccl_dispatch(command, timeout_ns);
 	case SNAPSHIM_MEMORY_OPEN ... SNAPSHIM_MEMORY_DROP:
-	case SNAPSHIM_MEMORY_HAND_OVER ... SNAPSHIM_MEMORY_OWN:
+	case SNAPSHIM_MEMORY_HAND_OVER ... SNAPSHIM_MEMORY_IPC_OPEN:
 		return memory_dispatch(command, timeout_ns);
 	case SNAPSHIM_TRACK_OPEN:
 	case SNAPSHIM_TRACK_CLOSE:

@@ -68,8 +68,10 @@ static bool get_ours(struct handle *handle, uint64_t address)
 
 COUNTED_RUNTIME(cudaMallocManaged, managed_allocations, 1, (void **memory, size_t bytes, unsigned int flags),
 		(memory, bytes, flags))
-COUNTED_RUNTIME(cudaIpcGetEventHandle, ipc_exports, 1, (struct handle * handle, void *event), (handle, event))
-COUNTED_RUNTIME(cudaIpcOpenEventHandle, ipc_imports, 1, (void **event, struct handle handle), (event, handle))
+OURS_OR_RUNTIME(memory_event_get(handle, event, &status), cudaIpcGetEventHandle, ipc_exports, 1,
+		(struct handle * handle, void *event), (handle, event))
+OURS_OR_RUNTIME(memory_event_open(event, &handle, __builtin_return_address(0), &status), cudaIpcOpenEventHandle, ipc_imports,
+		1, (void **event, struct handle handle), (event, handle))
 OURS_OR_RUNTIME(get_ours(handle, (uint64_t)memory), cudaIpcGetMemHandle, ipc_exports, 1,
 		(struct handle * handle, void *memory), (handle, memory))
 OURS_OR_RUNTIME(memory_ipc_open((uint64_t *)memory, &handle, __builtin_return_address(0), &status), cudaIpcOpenMemHandle,
@@ -78,8 +80,10 @@ OURS_OR_RUNTIME(memory_ipc_close((uint64_t)memory, &status), cudaIpcCloseMemHand
 
 COUNTED_DRIVER(cuMemAllocManaged, managed_allocations, 1, (uint64_t *memory, size_t bytes, unsigned int flags),
 	       (memory, bytes, flags))
-COUNTED_DRIVER(cuIpcGetEventHandle, ipc_exports, 1, (struct handle * handle, void *event), (handle, event))
-COUNTED_DRIVER(cuIpcOpenEventHandle, ipc_imports, 1, (void **event, struct handle handle), (event, handle))
+OURS_OR_DRIVER(memory_event_get(handle, event, &status), cuIpcGetEventHandle, ipc_exports, 1,
+	       (struct handle * handle, void *event), (handle, event))
+OURS_OR_DRIVER(memory_event_open(event, &handle, NULL, &status), cuIpcOpenEventHandle, ipc_imports, 1,
+	       (void **event, struct handle handle), (event, handle))
 OURS_OR_DRIVER(get_ours(handle, memory), cuIpcGetMemHandle, ipc_exports, 1, (struct handle * handle, uint64_t memory),
 	       (handle, memory))
 OURS_OR_DRIVER(memory_ipc_open(memory, &handle, NULL, &status), cuIpcOpenMemHandle, ipc_imports, 1,

@@ -164,6 +164,9 @@ bool memory_ipc_get(void *handle, uint64_t address);
 bool memory_ipc_open(uint64_t *address, const void *handle, const void *caller,
 		     int *status); /* of the runtime's call, or NULL */
 bool memory_ipc_close(uint64_t address, int *status);
+/* Likewise of events, which are always complete. They are not counted, because nothing has to be done for them in a move. */
+bool memory_event_get(void *handle, void *event, int *status);
+bool memory_event_open(void **event, const void *handle, const void *caller, int *status);
 uint64_t
 memory_share(uint64_t handle); /* the driver's own handle, for other processes; the memory is not offloaded from then on */
 

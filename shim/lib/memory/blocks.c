@@ -100,9 +100,17 @@ static void count_in(struct block *block, bool wanted)
 	}
 }
 
+static void count_lent(struct block *block, bool lent)
+{
+	if (lent != block->lent)
+		__atomic_add_fetch(&snapshim_mailbox.ipc_exports_that_move, lent ? 1 : (uint64_t)-1, __ATOMIC_RELAXED);
+	block->lent = lent;
+}
+
 void block_changed(struct block *block)
 {
 	count_in(block, can_be_offloaded(block));
+	count_lent(block, block->counted && block->exported);
 }
 
 void block_is_imported(struct block *block, bool imported)
@@ -124,7 +132,7 @@ bool block_add(const struct block *block)
 		return false;
 	memmove(&blocks[at + 1], &blocks[at], (count - at) * sizeof(*blocks));
 	blocks[at] = *block;
-	blocks[at].counted = false;
+	blocks[at].counted = blocks[at].lent = false;
 	count++;
 	block_changed(&blocks[at]);
 	return true;
@@ -135,6 +143,7 @@ void block_remove(struct block *block)
 	size_t at = (size_t)(block - blocks);
 
 	count_in(block, false);
+	count_lent(block, false);
 	memmove(&blocks[at], &blocks[at + 1], (count - at - 1) * sizeof(*blocks));
 	count--;
 }

@@ -22,6 +22,7 @@ struct block {
 	int32_t leaving; /* the thread that is unmapping it */
 	bool unusual; /* exported, multicast, mapped in part …: stays with the driver's checkpoint */
 	bool counted; /* in the mailbox's counts: OFFLOAD copies it */
+	bool lent; /* in the mailbox's count of exports that move */
 	bool striped; /* its content is part of the stripes of the current or last OFFLOAD */
 	bool away; /* it has no physical memory */
 	bool freed; /* by the program, during a capture: to be released after it */

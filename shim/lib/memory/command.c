@@ -12,6 +12,7 @@
 
 #include "handover.h"
 #include "readiness.h"
+#include "sharing/sharing.h"
 #include "stripes.h"
 
 #define REHEARSAL_NS 1000000000	 /* takes milliseconds, unless a parked thread holds a lock */
@@ -233,6 +234,8 @@ int memory_dispatch(uint32_t command, int64_t timeout_ns)
 
 	if (!earlier_calls_are_back())
 		return refuse(EBUSY, "a call into CUDA of an earlier command has not returned");
+	if (command >= SNAPSHIM_MEMORY_IPC_TRY)
+		return sharing_dispatch(command, until_ns);
 	if (command == SNAPSHIM_MEMORY_OPEN)
 		return open_sockets();
 	if (command == SNAPSHIM_MEMORY_DROP)
@@ -268,12 +271,19 @@ void memory_forget(void)
 	workers_forget();
 	peers_forget();
 	ipc_forget();
+	sharing_forget();
 	backing_forget();
 	contexts_forget();
 	memory_calls_forget();
 	blocks_forget();
 	snapshim_mailbox.device_offloaded = 0;
 	snapshim_mailbox.device_imported = 0;
+	snapshim_mailbox.ipc_exports_that_move = 0;
+	snapshim_mailbox.ipc_imports_that_move = 0;
+	snapshim_mailbox.ipc_server = 0;
+	memset(snapshim_mailbox.ipc_opened_from, 0, sizeof(snapshim_mailbox.ipc_opened_from));
+	snapshim_mailbox.ipc_closed = 0;
+	snapshim_mailbox.ipc_outside = 0;
 	snapshim_mailbox.device_stripes = 0;
 	snapshim_mailbox.device_cancel = 0;
 	memset(snapshim_mailbox.device_done, 0, sizeof(snapshim_mailbox.device_done));

@@ -179,6 +179,8 @@ int detach_all(struct worker *worker)
 			int entered = enter(worker, block_at(i)->device);
 			int answer = entered ? 0 : physical_detach(block_at(i));
 
+			if (block_at(i)->away)
+				ipc_offer(block_at(i), -1);
 			if (answer)
 				status = worker_fails(worker, EIO, "cuMemUnmap or cuMemRelease answers", answer);
 			status = entered ? entered : status;

@@ -78,7 +78,11 @@ _Static_assert(sizeof(struct cuda_access) == 12, "the driver's layout");
 	X(cuDevicePrimaryCtxGetState, (int, unsigned int *, int *))                                \
 	X(cuDevicePrimaryCtxRetain, (void **, int))                                                \
 	X(cuDevicePrimaryCtxRelease_v2, (int))                                                     \
-	X(cuThreadExchangeStreamCaptureMode, (int *))
+	X(cuThreadExchangeStreamCaptureMode, (int *))                                              \
+	X(cuStreamIsCapturing, (void *, int *))                                                    \
+	X(cuEventCreate, (void **, unsigned int))                                                  \
+	X(cuEventSynchronize, (void *))                                                            \
+	X(cuEventDestroy_v2, (void *))
 
 struct driver {
 #define X(name, types) int(*name) types;

@@ -6,9 +6,11 @@
  */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <sys/syscall.h>
 
 #include "handover.h"
+#include "ipc_server.h"
 #include "memory.h"
 #include "stripes.h"
 
@@ -54,7 +56,10 @@ bool memory_lets_run(void)
 	uint32_t copying = COPYING;
 
 	(void)SWAP_IF(&replacing, &copying, ABANDONED);
-	return LOAD(&replacing) != SWAPPING;
+	if (LOAD(&replacing) == SWAPPING)
+		return false;
+	ipc_server_open_to_others();
+	return true;
 }
 
 /* Takes the handle over, whose memory has the block's content. */
@@ -70,6 +75,8 @@ static int swap(struct worker *worker, struct block *block, uint64_t handle)
 		return status;
 	}
 	answer = physical_replace(block, handle);
+	if (!answer || block->away)
+		ipc_offer(block, -1); /* what other processes would get is not the block's memory any more */
 	if (block->away) { /* the job must not run without it */
 		block->striped = true;
 		STORE(&snapshim_mailbox.device_offloaded, 1);
@@ -200,6 +207,17 @@ static uint64_t away_blocks(void)
 	return count;
 }
 
+/* Other processes get the memory by the descriptor that it came with, because imported memory cannot be exported. */
+static int offer(struct worker *worker, const struct block *block, int descriptor)
+{
+	long copy = KERNEL(SYS_fcntl, descriptor, F_DUPFD_CLOEXEC, 0);
+
+	if (copy < 0)
+		return worker_fails(worker, (int)-copy, "fcntl fails with errno", -copy);
+	ipc_offer(block, (int)copy);
+	return 0;
+}
+
 /* Maps memory where the record says. */
 static int map_one(struct worker *worker, const struct snapshim_held_block *record, int descriptor)
 {
@@ -214,6 +232,8 @@ static int map_one(struct worker *worker, const struct snapshim_held_block *reco
 	if (answer)
 		status = worker_fails(worker, driver_status(answer),
 				      "cuMemImportFromShareableHandle, cuMemMap or cuMemSetAccess answers", answer);
+	if (!status && block->exported)
+		status = offer(worker, block, descriptor);
 	return status;
 }
 

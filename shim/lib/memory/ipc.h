@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include "abi.h"
+
 #define IPC_MARK "snapshim-memory"
 
 struct ipc_handle { /* replaces cudaIpcMemHandle_t */
@@ -14,6 +16,16 @@ struct ipc_handle { /* replaces cudaIpcMemHandle_t */
 };
 _Static_assert(sizeof(struct ipc_handle) == 64, "CUDA's handles have 64 bytes");
 _Static_assert(sizeof(IPC_MARK) == sizeof(((struct ipc_handle *)0)->mark), "the mark fills its field");
+
+static inline void ipc_must_open(uint32_t what)
+{
+	__atomic_or_fetch(&snapshim_mailbox.ipc_closed, what, __ATOMIC_SEQ_CST);
+}
+
+static inline void ipc_is_open(uint32_t what)
+{
+	__atomic_and_fetch(&snapshim_mailbox.ipc_closed, ~what, __ATOMIC_SEQ_CST);
+}
 
 static inline void ipc_count(uint64_t *counter, int change)
 {

@@ -1,18 +1,23 @@
 /* cudaIpcGetMemHandle for memory that we back. CUDA creates no handle for it, so we create one, which names the server
  * (ipc_server.c) that provides a descriptor of the physical memory.
  *
- * Invariant: exported memory is not offloaded, and counts as exported in the mailbox until it is freed. For a block that
- * cannot be exported CUDA is called.
+ * Invariant: exported memory counts as exported in the mailbox until it is freed, and is offered under one number for so long,
+ * whatever physical memory it has. While it is away nothing is offered; it is offloaded only where what is shared moves
+ * (sharing/). For a block that cannot be exported CUDA is called.
  */
 #define _GNU_SOURCE
 #include "ipc.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "ipc_server.h"
+#include "sharing/sharing.h"
 #include "memory.h"
+#include "stripes.h"
 
 static bool export(const struct driver *cuda, struct block *block)
 {
@@ -27,7 +32,8 @@ static bool export(const struct driver *cuda, struct block *block)
 		close(descriptor);
 		return false;
 	}
-	block->unusual = true;
+	if (!sharing_moves())
+		block->unusual = true;
 	block_changed(block);
 	ipc_count(&snapshim_mailbox.ipc_exports, 1);
 	return true;
@@ -63,6 +69,35 @@ bool memory_ipc_get(void *handle, uint64_t address)
 	blocks_unlock();
 	memory_leave();
 	return done;
+}
+
+/* The memory behind the block is another one from now on, which `descriptor` names; -1: there is none, or it is not known. */
+void ipc_offer(const struct block *block, int descriptor)
+{
+	if (!block->exported)
+		return;
+	ipc_server_replace(block->exported, descriptor);
+	if (descriptor < 0)
+		ipc_must_open(SNAPSHIM_IPC_NOT_OFFERED);
+}
+
+/* Memory that was taken back has kept the descriptor that it came with: imported memory cannot be exported. */
+int ipc_offer_all(struct worker *worker)
+{
+	for (size_t i = 0; i < blocks_count(); i++) {
+		struct block *block = block_at(i);
+		int descriptor, answer;
+
+		if (!block->exported || ipc_server_has(block->exported))
+			continue;
+		driver()->cuCtxSetCurrent(block->context); /* it may have ended: none is needed */
+		answer = physical_export(block, &descriptor);
+		if (answer)
+			return worker_fails(worker, EIO, "cuMemExportToShareableHandle answers", answer);
+		KERNEL(SYS_fcntl, descriptor, F_SETFD, FD_CLOEXEC);
+		ipc_server_replace(block->exported, descriptor);
+	}
+	return 0;
 }
 
 void ipc_withdraw(struct block *block)

@@ -1,6 +1,7 @@
 /* cudaIpcOpenMemHandle and cudaIpcCloseMemHandle for our handles (ipc_export.c): map the memory in this process.
  *
- * Invariant: the mailbox counts every open handle. A handle that is not ours is passed to CUDA.
+ * Invariant: the mailbox counts every open handle, and names the servers they are from. A handle that is not ours is passed to
+ * CUDA.
  */
 #define _GNU_SOURCE
 #include "ipc.h"
@@ -9,24 +10,16 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "ipc_opened.h"
 #include "ipc_server.h"
 #include "memory.h"
+#include "sharing/sharing.h"
 
 #define INVALID_CONTEXT 201 /* also cudaErrorDeviceUninitialized: the answer to a process that opens its own handle */
 #define MAP_FAILS 205	    /* also cudaErrorMapBufferObjectFailed: the exporter has ended, or has freed the memory */
 
-/* Memory of another process that is mapped here. Records are reused. */
-struct opened {
-	uint64_t server, number;
-	uint64_t address, bytes; /* address 0: the record is free */
-	uint64_t access;  /* the devices that may use it, by bit */
-	void *context;   /* in which it was opened */
-	uint32_t times;   /* 0: closed while something was captured, to be unmapped later */
-	struct opened *next;
-};
-
-static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
-static struct opened *opened;
+pthread_mutex_t ipc_opening = PTHREAD_MUTEX_INITIALIZER;
+struct opened *ipc_opened;
 
 static int allow_device(const struct driver *cuda, struct opened *record, int device)
 {
@@ -81,7 +74,7 @@ static int map(const struct driver *cuda, int descriptor, struct opened *record)
 
 static struct opened *free_record(void)
 {
-	struct opened *record = opened;
+	struct opened *record = ipc_opened;
 
 	while (record && record->address)
 		record = record->next;
@@ -89,10 +82,44 @@ static struct opened *free_record(void)
 		return record;
 	record = calloc(1, sizeof(*record));
 	if (record) {
-		record->next = opened;
-		opened = record;
+		record->next = ipc_opened;
+		ipc_opened = record;
 	}
 	return record;
+}
+
+/* Returns false if the mailbox has no room for another server. */
+static bool note_server(uint64_t from[SNAPSHIM_SERVERS_MAX], uint64_t server)
+{
+	for (int i = 0; i < SNAPSHIM_SERVERS_MAX; i++) {
+		if (!from[i])
+			from[i] = server;
+		if (from[i] == server)
+			return true;
+	}
+	return false;
+}
+
+/* The mailbox shows what is open, and where it is from: the daemon looks whether those processes move too. */
+static void show(void)
+{
+	uint64_t from[SNAPSHIM_SERVERS_MAX] = {0}, moving = 0;
+
+	if (!sharing_moves())
+		return;
+	for (struct opened *record = ipc_opened; record; record = record->next)
+		if (record->address && note_server(from, record->server))
+			moving += record->times ? record->times : 1;
+	for (int i = 0; i < SNAPSHIM_SERVERS_MAX; i++)
+		STORE(&snapshim_mailbox.ipc_opened_from[i], from[i]);
+	STORE(&snapshim_mailbox.ipc_imports_that_move, moving);
+}
+
+void ipc_forget_opened(struct opened *record)
+{
+	record->address = 0;
+	ipc_count(&snapshim_mailbox.ipc_imports, -1);
+	show();
 }
 
 static int open_first(const struct driver *cuda, const struct ipc_handle *handle)
@@ -105,7 +132,7 @@ static int open_first(const struct driver *cuda, const struct ipc_handle *handle
 		return CUDA_OUT_OF_MEMORY;
 	ipc_count(&snapshim_mailbox.ipc_imports,
 		  1); /* before it begins: for a thread that is parked in the middle it counts as open */
-	descriptor = ipc_server_ask(handle->server, handle->number);
+	descriptor = ipc_server_ask(handle->server, handle->number, IPC_PATIENCE_S);
 	if (descriptor >= 0) {
 		memory_enter();
 		status = map(cuda, descriptor, &fresh);
@@ -123,7 +150,7 @@ static int open_first(const struct driver *cuda, const struct ipc_handle *handle
 
 static struct opened *find_opened(const struct ipc_handle *handle)
 {
-	for (struct opened *record = opened; record; record = record->next)
+	for (struct opened *record = ipc_opened; record; record = record->next)
 		if (record->address && record->server == handle->server && record->number == handle->number)
 			return record;
 	return NULL;
@@ -144,8 +171,7 @@ static int unmap(const struct driver *cuda, struct opened *record)
 	if (status)
 		return status;
 	cuda->cuMemAddressFree(record->address, record->bytes);
-	record->address = 0;
-	ipc_count(&snapshim_mailbox.ipc_imports, -1);
+	ipc_forget_opened(record);
 	return 0;
 }
 
@@ -157,7 +183,7 @@ static int unmap_closed(const struct driver *cuda)
 	if (captures_under_way())
 		return 0;
 	memory_enter();
-	for (struct opened *record = opened; record; record = record->next)
+	for (struct opened *record = ipc_opened; record; record = record->next)
 		if (record->address && !record->times && !status)
 			status = unmap(cuda, record);
 	memory_leave();
@@ -177,7 +203,7 @@ bool memory_ipc_open(uint64_t *address, const void *handle, const void *caller, 
 	if ((caller && !enter_runtime_device(caller)) || !(cuda = driver()) || !cuda->cuMemImportFromShareableHandle ||
 	    !address || given.server == ipc_server_number())
 		return true;
-	pthread_mutex_lock(&opening);
+	pthread_mutex_lock(&ipc_opening);
 	record = find_opened(&given);
 	if (record) {
 		*status = allow(cuda, record);
@@ -191,8 +217,9 @@ bool memory_ipc_open(uint64_t *address, const void *handle, const void *caller, 
 	if (!*status) {
 		record->times++;
 		*address = record->address;
+		show();
 	}
-	pthread_mutex_unlock(&opening);
+	pthread_mutex_unlock(&ipc_opening);
 	return true;
 }
 
@@ -203,18 +230,19 @@ bool memory_ipc_close(uint64_t address, int *status)
 
 	if (!cuda)
 		return false;
-	pthread_mutex_lock(&opening);
-	for (record = opened; record; record = record->next)
+	pthread_mutex_lock(&ipc_opening);
+	for (record = ipc_opened; record; record = record->next)
 		if (record->times && record->address == address)
 			break;
 	*status = 0;
 	if (record && --record->times) {
 		ipc_count(&snapshim_mailbox.ipc_imports, -1);
+		show();
 	} else if (record) {
 		*status = unmap_closed(cuda);
 		record->times = *status && record->address; /* it can be closed again */
 	}
-	pthread_mutex_unlock(&opening);
+	pthread_mutex_unlock(&ipc_opening);
 	return record != NULL;
 }
 
@@ -222,6 +250,6 @@ bool memory_ipc_close(uint64_t address, int *status)
 void ipc_forget(void)
 {
 	ipc_server_forget();
-	opened = NULL;
-	opening = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	ipc_opened = NULL;
+	ipc_opening = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }

@@ -3,9 +3,13 @@
  * While something is exported there is a thread of ours, which is never parked, and a socket in the abstract namespace.
  * (pidfd_getfd could copy a descriptor without the process's help, but most containers do not allow it.) Records are reused
  * and never freed, because libc's allocator cannot be used while the job is parked.
+ *
+ * A dump contains the socket and the thread, and no descriptor: while memory is away its offer has none. The socket is known
+ * by its name, because it is another one in a restored process.
  */
 #define _GNU_SOURCE
 #include "ipc_server.h"
+#include "ipc_socket.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -21,11 +25,10 @@
 #include <unistd.h>
 
 #include "core/shim.h"
+#include "sharing/sharing.h"
 
-#define NOTHING (-1)
 #define WAITING 64  /* connections that may wait to be accepted */
 #define QUESTION_MS 1000 /* for the request of one client, while others wait */
-#define ANSWER_S 30
 #define LINGER_MS 500
 #define BREATH_US 10000
 
@@ -37,14 +40,9 @@ struct identity {
 
 struct offer {
 	uint64_t number; /* 0: to be used again */
-	int descriptor;
+	int descriptor; /* NOTHING: the memory is away */
 	struct identity identity;
 	struct offer *next;
-};
-
-struct name {
-	struct sockaddr_un address;
-	socklen_t bytes;
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -53,7 +51,7 @@ static uint64_t last_number;
 static unsigned int offered;
 static uint64_t open_number; /* 0: closed */
 static int open_socket = NOTHING;
-static struct identity open_identity;
+static bool only_inside; /* a move: processes of other ranks are told to ask later */
 
 static struct identity identity_of(int descriptor)
 {
@@ -74,37 +72,17 @@ static bool is_still(int descriptor, struct identity identity)
 	return identity.inode && now.inode == identity.inode && now.device == identity.device;
 }
 
-static struct name name_of(uint64_t server)
+/* Whether it is the server's socket still: the job may have closed it. */
+static bool is_server(int descriptor, uint64_t number)
 {
-	struct name name = {.address.sun_family = AF_UNIX};
-	int letters = snprintf(name.address.sun_path + 1, sizeof(name.address.sun_path) - 1, "snapshim-%016llx",
-			       (unsigned long long)server);
+	struct name wanted = name_of(number), bound = {.bytes = sizeof(bound.address)};
 
-	name.bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)letters);
-	return name;
+	return descriptor >= 0 && getsockname(descriptor, (struct sockaddr *)&bound.address, &bound.bytes) == 0 &&
+	       bound.bytes == wanted.bytes && memcmp(&bound.address, &wanted.address, wanted.bytes) == 0;
 }
 
-static void set_limits(int connection)
-{
-	struct timeval limit = {.tv_sec = ANSWER_S};
-
-	setsockopt(connection, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
-	setsockopt(connection, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
-}
-
-/* Names of abstract sockets belong to no user: once a server has ended, any user can take its name. */
-static bool is_of_our_user(int connection)
-{
-	struct ucred other;
-	socklen_t bytes = sizeof(other);
-
-	return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &other, &bytes) == 0 &&
-	       (other.uid == geteuid() || other.uid == 0);
-}
-
-/* ---------------------------------------------------------------- the server */
-
-static void send_descriptor(int connection, uint64_t number)
+/* What has left for another rank is noted before, so that no check between the two finds nothing. */
+static void send_descriptor(int connection, uint64_t number, bool inside)
 {
 	union {
 		struct cmsghdr head;
@@ -115,8 +93,17 @@ static void send_descriptor(int connection, uint64_t number)
 		.msg_iov = &text, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
 
 	pthread_mutex_lock(&mutex);
+	if (!inside && LOAD(&only_inside)) {
+		uint64_t later = 0;
+
+		send(connection, &later, sizeof(later), MSG_NOSIGNAL | MSG_DONTWAIT);
+		pthread_mutex_unlock(&mutex);
+		return;
+	}
 	for (struct offer *offer = offers; offer; offer = offer->next)
 		if (offer->number == number && is_still(offer->descriptor, offer->identity)) {
+			if (!inside)
+				STORE(&snapshim_mailbox.ipc_outside, 1);
 			memcpy(CMSG_DATA(&control.head), &offer->descriptor, sizeof(int));
 			sendmsg(connection, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
 			break;
@@ -127,20 +114,22 @@ static void send_descriptor(int connection, uint64_t number)
 static void serve(int connection)
 {
 	struct pollfd question = {.fd = connection, .events = POLLIN};
+	struct ucred other;
 	uint64_t number;
 
-	if (is_of_our_user(connection) && poll(&question, 1, QUESTION_MS) > 0 &&
+	if (is_of_our_user(connection, &other) && poll(&question, 1, QUESTION_MS) > 0 &&
 	    recv(connection, &number, sizeof(number), 0) == sizeof(number) && number)
-		send_descriptor(connection, number);
+		send_descriptor(connection, number, sharing_is_inside(other.pid));
 }
 
 /* Called with the lock: whether the server can end, because nothing is offered or the job has closed the socket. */
-static bool server_is_done(int server, struct identity identity)
+static bool server_is_done(int server, uint64_t number)
 {
-	if (offered && is_still(server, identity))
+	if (offered && is_server(server, number))
 		return false;
-	open_number = 0;
-	if (is_still(server, identity))
+	STORE(&open_number, 0);
+	STORE(&snapshim_mailbox.ipc_server, 0);
+	if (is_server(server, number))
 		close(server);
 	return true;
 }
@@ -148,18 +137,18 @@ static bool server_is_done(int server, struct identity identity)
 /* Does not end at once with the last offer, because another often follows soon. */
 static void *serve_requests(void *nothing)
 {
-	struct identity identity;
 	bool done = false;
+	uint64_t number;
 	int server;
 
 	prctl(PR_SET_NAME, "snapshim-ipc");
 	pthread_mutex_lock(&mutex);
-	identity = open_identity;
+	number = open_number;
 	server = open_socket;
 	pthread_mutex_unlock(&mutex);
 	while (!done) {
 		struct pollfd wait = {.fd = server, .events = POLLIN};
-		bool asked = poll(&wait, 1, LINGER_MS) > 0 && wait.revents & POLLIN && is_still(server, identity);
+		bool asked = poll(&wait, 1, LINGER_MS) > 0 && wait.revents & POLLIN && is_server(server, number);
 		int connection = asked ? accept4(server, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
 
 		if (connection >= 0) {
@@ -170,7 +159,7 @@ static void *serve_requests(void *nothing)
 			if (asked || wait.revents)
 				pause_us(BREATH_US); /* out of descriptors, or the socket cannot be polled */
 			pthread_mutex_lock(&mutex);
-			done = server_is_done(server, identity);
+			done = server_is_done(server, number);
 			pthread_mutex_unlock(&mutex);
 		}
 	}
@@ -206,11 +195,13 @@ static bool open_server(void)
 	if (server < 0)
 		return false;
 	open_socket = server;
-	open_identity = identity_of(server);
+	open_number = number; /* for the thread, which begins when the lock is free */
 	if (bind(server, (struct sockaddr *)&name.address, name.bytes) == 0 && listen(server, WAITING) == 0 && start_thread())
-		STORE(&open_number, number);
-	else
+		STORE(&snapshim_mailbox.ipc_server, number);
+	else {
+		STORE(&open_number, 0);
 		close(server);
+	}
 	return open_number != 0;
 }
 
@@ -271,10 +262,52 @@ void ipc_server_withdraw(uint64_t number)
 			if (is_still(offer->descriptor, offer->identity))
 				KERNEL(SYS_close, offer->descriptor);
 			offer->number = 0;
-			offered--;
+			if (--offered == 0)
+				STORE(&snapshim_mailbox.ipc_outside, 0);
 			break;
 		}
 	pthread_mutex_unlock(&mutex);
+}
+
+void ipc_server_replace(uint64_t number, int descriptor)
+{
+	pthread_mutex_lock(&mutex);
+	for (struct offer *offer = offers; offer; offer = offer->next)
+		if (offer->number == number) {
+			if (is_still(offer->descriptor, offer->identity))
+				KERNEL(SYS_close, offer->descriptor);
+			offer->descriptor = descriptor;
+			offer->identity = identity_of(descriptor);
+		}
+	pthread_mutex_unlock(&mutex);
+}
+
+bool ipc_server_close_to_others(void)
+{
+	bool closed;
+
+	pthread_mutex_lock(&mutex);
+	STORE(&only_inside, true);
+	closed = !LOAD(&snapshim_mailbox.ipc_outside);
+	pthread_mutex_unlock(&mutex);
+	return closed;
+}
+
+/* Without the lock, which a thread that is parked in spite of all may hold. */
+void ipc_server_open_to_others(void)
+{
+	STORE(&only_inside, false);
+}
+
+bool ipc_server_has(uint64_t number)
+{
+	bool found = false;
+
+	pthread_mutex_lock(&mutex);
+	for (struct offer *offer = offers; offer; offer = offer->next)
+		found |= offer->number == number && is_still(offer->descriptor, offer->identity);
+	pthread_mutex_unlock(&mutex);
+	return found;
 }
 
 /* In a forked child, which has the descriptors and not the thread. */
@@ -283,66 +316,12 @@ void ipc_server_forget(void)
 	for (struct offer *offer = LOAD(&offers); offer; offer = offer->next)
 		if (offer->number && is_still(offer->descriptor, offer->identity))
 			KERNEL(SYS_close, offer->descriptor);
-	if (open_socket != NOTHING && is_still(open_socket, open_identity))
+	if (open_number && is_server(open_socket, open_number))
 		KERNEL(SYS_close, open_socket);
 	offers = NULL;
 	open_socket = NOTHING;
 	open_number = 0;
 	offered = 0;
+	only_inside = false;
 	mutex = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-}
-
-/* ---------------------------------------------------------------- the client */
-
-/* The other process may send more than was asked for: every descriptor that came is kept by the caller or closed. */
-static int receive_descriptor(int connection)
-{
-	union {
-		struct cmsghdr head;
-		char bytes[CMSG_SPACE(sizeof(int))];
-	} control = {0};
-	uint64_t number;
-	struct iovec text = {.iov_base = &number, .iov_len = sizeof(number)};
-	struct msghdr message = {
-		.msg_iov = &text, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
-	struct cmsghdr *head;
-	int descriptor = NOTHING;
-	ssize_t bytes;
-
-	do
-		bytes = recvmsg(connection, &message, MSG_CMSG_CLOEXEC);
-	while (bytes < 0 && errno == EINTR);
-	head = bytes >= 0 ? CMSG_FIRSTHDR(&message) : NULL;
-	if (!head || head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS)
-		return NOTHING;
-	/* The buffer's padding has room for a second one. */
-	for (size_t at = 0; at + sizeof(int) <= head->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
-		int one;
-
-		memcpy(&one, CMSG_DATA(head) + at, sizeof(int));
-		if (bytes == sizeof(number) && head->cmsg_len == CMSG_LEN(sizeof(int)))
-			descriptor = one;
-		else
-			close(one);
-	}
-	return descriptor;
-}
-
-int ipc_server_ask(uint64_t server, uint64_t number)
-{
-	struct name name = name_of(server);
-	int connection = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-	int descriptor = NOTHING, status;
-
-	if (connection < 0)
-		return NOTHING;
-	set_limits(connection);
-	do
-		status = connect(connection, (struct sockaddr *)&name.address, name.bytes);
-	while (status && errno == EINTR);
-	if (!status && is_of_our_user(connection) &&
-	    send(connection, &number, sizeof(number), MSG_NOSIGNAL) == sizeof(number))
-		descriptor = receive_descriptor(connection);
-	close(connection);
-	return descriptor;
 }

@@ -54,6 +54,8 @@ void peers_forget(void);
 
 /* ipc_export.c: the block is freed, so no process can open it any more. */
 void ipc_withdraw(struct block *block);
+/* Its physical memory was replaced, or released: what other processes get from now on (closed here), or -1. */
+void ipc_offer(const struct block *block, int descriptor);
 /* ipc_import.c */
 void ipc_forget(void);
 

@@ -246,7 +246,7 @@ bool is_ready_to_hold(void)
 
 bool earlier_calls_are_back(void)
 {
-	return !ready || back_by(now_ns() + COME_BACK_NS);
+	return back_by(now_ns() + COME_BACK_NS);
 }
 
 void readiness_forget(void)

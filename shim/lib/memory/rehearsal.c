@@ -94,6 +94,35 @@ static bool is_active(int device)
 	       active;
 }
 
+int take_lock(struct worker *worker)
+{
+	void *stream = NULL;
+	int status = CUDA(worker, cuStreamCreate, &stream, NON_BLOCKING);
+
+	return status ? status : CUDA(worker, cuStreamDestroy_v2, stream);
+}
+
+int rehearse_lock(struct worker *worker)
+{
+	int status = 0;
+
+	for (int device = 0; device < DEVICES_MAX && !status; device++) {
+		void *context = NULL;
+
+		if (!is_active(device))
+			continue;
+		status = CUDA(worker, cuDevicePrimaryCtxRetain, &context, device);
+		if (status)
+			return status;
+		status = CUDA(worker, cuCtxSetCurrent, context);
+		if (!status)
+			status = take_lock(worker);
+		if (CUDA(worker, cuDevicePrimaryCtxRelease_v2, device) && !status)
+			status = EIO;
+	}
+	return status;
+}
+
 /* Also on devices without a block: the driver's checkpoint, which follows, takes the locks of all devices. */
 int rehearse(struct worker *worker)
 {

@@ -42,9 +42,12 @@ int map_stripe(struct worker *worker);   /* never fails */
 int clean_up(struct worker *worker);
 int leave_devices(struct worker *worker); /* one worker's */
 int enter(struct worker *worker, int device); /* makes its context current */
+void stay_out_of_captures(void); /* the calling thread's calls */
 void resources_forget(void);
 /* rehearsal.c */
 int rehearse(struct worker *worker); /* one worker's */
+int rehearse_lock(struct worker *worker); /* one worker's: takes the driver's lock exclusively, on all devices in use */
+int take_lock(struct worker *worker); /* the same in the current context */
 /* streaming_copy.c */
 void streaming_copy(char *to, const char *from, uint64_t bytes);
 /* holding.c */
@@ -54,6 +57,8 @@ int hand_over(struct worker *worker);
 int take_back(struct worker *worker);
 int own_all(struct worker *worker); /* one worker's: replaces imported memory by memory of this process */
 void holding_forget(void);
+/* ipc_export.c */
+int ipc_offer_all(struct worker *worker); /* one worker's: exports again what is not offered */
 /* copying.c */
 int drop_freed(struct worker *worker); /* one worker's */
 int copy_out(struct worker *worker);

@@ -141,14 +141,22 @@ async def bring_back(
     except Timeout:
         # A driver's thread may wait for a lock that a parked thread holds. ABORT stands, so the copy here is the only one
         # that ever runs: its threads may run, those that use the GPU wait in the driver, and the next attempt succeeds.
-        # Threads whose memory is offloaded stay parked: their memory is not there.
+        # Threads whose memory is offloaded stay parked: their memory is not there. So do all while some memory that they
+        # share is closed: an owner could free what another process has to open again.
         with contextlib.suppress(SnapshotError):
-            await let_go([process for process in alive if not await in_thread(devmem.is_out, process)])
+            if not await in_thread(_some_is_closed, alive):
+                await let_go([process for process in alive if not await in_thread(devmem.is_out, process)])
         raise
     await let_go([process for process in parked_ones(alive, nccl) if process.alive()])
     if refill is not None:
         with contextlib.suppress(SnapshotError):  # a parked thread blocked the call: gives up what was prepared
             await refill()
+
+
+def _some_is_closed(processes: Iterable[Process]) -> bool:
+    """Whether something that these processes share is not open again. Blocking."""
+    found = [shimctl.find(process) for process in processes if process.alive()]
+    return any(mailbox is not None and mailbox.state().shared_closed for mailbox in found)
 
 
 async def _back_on_the_gpu(

@@ -24,7 +24,7 @@ from snapshotd.cuda.driver import Gpus
 from snapshotd.holder import window
 from snapshotd.inprocess.devmem import Caught, TooSmall
 from snapshotd.inprocess.holding import CannotExport
-from snapshotd.moves.device import checkpoint_room, standstill, stripe_files
+from snapshotd.moves.device import checkpoint_room, sharing, standstill, stripe_files
 from snapshotd.moves.device.hold import Hold
 from snapshotd.moves.device.into_image import IntoImage
 from snapshotd.moves.device.memory import copy_s
@@ -216,9 +216,9 @@ class Offload:
                 await self._let_go_and_hold(gpus, left, parts)
                 await stop_others()
             await parts.time("unlock", each([one.process for one in left], lambda one: gpus.unlock(one, LOCK_S)))
-            left = await self._copy(left, parts)
-            if not left:
+            if not (left := await self._copy(left, parts)):
                 break
+            await sharing.must_stay_parked(held)
         if left:  # a call that a parked thread blocks returns only once it is released; then everything can be given up
             await self._let_go_and_hold(gpus, left, parts, drop=True)
             await stop_others()

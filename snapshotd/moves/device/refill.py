@@ -20,8 +20,9 @@ from typing import Any
 from snapshotd.api.errors import Damaged, GpuFailed, RankGone, SnapshotError, Unreachable, Where
 from snapshotd.holder.client import Holder
 from snapshotd.inprocess import devmem
+from snapshotd.inprocess import sharing as shared
 from snapshotd.inprocess.devmem import DeviceMemory
-from snapshotd.moves.device import hold, stripe_files
+from snapshotd.moves.device import hold, sharing, stripe_files
 from snapshotd.moves.device.fills import Fills
 from snapshotd.moves.device.memory import Lost, copy_s
 from snapshotd.moves.device.parts import Parts
@@ -56,6 +57,17 @@ async def on_source(image_dir: Path, move_log: MoveLog, holder: Holder) -> None:
         except RankGone:
             log.info("process %d has ended: no device memory has to come back to it", one.pid)
 
+    def replaces(one: StripedProcess) -> bool:
+        """Whether it gets other memory than it has."""
+        try:
+            return one.process.alive() and (devmem.is_out(one.process) or gets_its_own(one))
+        except RankGone:
+            return False
+
+    def gets_its_own(one: StripedProcess) -> bool:
+        """What another rank has opened meanwhile would not be this one's memory any more."""
+        return hold.imports(one.process) and not shared.is_outside(one.process)
+
     def make_own(one: StripedProcess) -> None:
         if not one.taken_over:  # there may be no room for a copy while the target has it, too: with the next move
             hold.own(one.process, len(one.stripes), one.slot_bytes, limit_s)
@@ -68,7 +80,7 @@ async def on_source(image_dir: Path, move_log: MoveLog, holder: Holder) -> None:
         memory.cancel()  # a command from before a restart of this daemon
         if not memory.offloaded():
             _drop(memory)
-            if one.held and hold.imports(process):
+            if one.held and gets_its_own(one):
                 # Not its own, because a daemon was killed in between. What is still kept of it needs the room.
                 holder.drop([hold.key_of(move_log.move, process)])
                 make_own(one)
@@ -85,7 +97,10 @@ async def on_source(image_dir: Path, move_log: MoveLog, holder: Holder) -> None:
             raise Lost(f"the offloaded device memory of process {process.pid} is gone: {error}") from error
         log.info("process %d: %d bytes of device memory are back", process.pid, memory.fill(limit_s))
 
+    if any(await all_at_once(replaces, known.striped_processes)):
+        await in_thread(sharing.close_again, known.cuda)
     await all_at_once(back, known.striped_processes)
+    await in_thread(sharing.reopen, known.cuda)
 
 
 def _drop(memory: DeviceMemory) -> None:
@@ -123,6 +138,10 @@ async def on_target(
             await reach(Point.REFILLED)
         else:
             await _from_files(memories, device, folder, incoming, limit_s, parts)
+    try:
+        await in_thread(sharing.reopen, list(processes.values()))
+    except Lost as lost:
+        raise GpuFailed(str(lost), remedy="the job continues on its source", where=Where.SOURCE_FROZEN) from lost
     for process in processes.values():
         if await in_thread(devmem.is_out, process):
             raise GpuFailed(

@@ -11,6 +11,7 @@ and the shim are asked what is left to do; nothing is remembered. A thread whose
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -86,20 +87,7 @@ async def still(gpus: Gpus, processes: Sequence[Process], parking: Sequence[Proc
         await let_go(parking)
         await _lock(gpus, processes, parts)
         await _park(parking, parts, PARK_S)
-    await each(processes, lambda process: in_thread(_must_not_share, process))
     await reach(Point.LOCKED)
-
-
-def _must_not_share(process: Process) -> None:
-    """Preflight has checked this, but the job kept running. Memory that two processes share would become two copies."""
-    state = _mailbox(process).state()
-    if state.exports or state.imports:
-        raise GpuFailed(
-            f"gpu-ipc: process {process.pid} has begun to share device memory (CUDA IPC) since preflight:"
-            f" {state.exports} handles exported, {state.imports} opened",
-            remedy="run `migrator check` to see when the rank can move",
-            where=Where.SOURCE_FROZEN,
-        )
 
 
 async def _park(parking: Sequence[Process], parts: Parts, limit_s: float, *, outside_driver: bool = False) -> None:
@@ -128,8 +116,20 @@ def must_be_parked(process: Process) -> None:
 
 
 async def let_go(processes: Sequence[Process]) -> None:
-    """Releases the parked threads. The processes must run. Idempotent."""
+    """Releases the parked threads. The processes must run. Idempotent. None is released while memory that one of them shares
+    is closed: another one could free it."""
+    await each(processes, lambda process: in_thread(_must_be_open, process))
     await each(processes, lambda process: in_thread(_release, process))
+
+
+def _must_be_open(process: Process) -> None:
+    with contextlib.suppress(RankGone):  # a child may end; the others continue
+        mailbox = shimctl.find(process)
+        if mailbox is not None and mailbox.state().shared_closed:
+            raise GpuFailed(
+                f"device memory that process {process.pid} shares with others is not open again: its threads stay parked",
+                where=Where.SOURCE_FROZEN,
+            )
 
 
 def _release(process: Process) -> None:

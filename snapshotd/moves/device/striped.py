@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from snapshotd.api.errors import RankGone, SnapshotError, Where, WrongState
-from snapshotd.inprocess import devmem
+from snapshotd.inprocess import devmem, sharing
 from snapshotd.inprocess.devmem import DeviceMemory
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.hold import Hold
@@ -82,7 +82,8 @@ def candidates(processes: Sequence[Process]) -> list[Striped]:
                     f"the device memory of process {process.pid} left its GPU in a freeze that was interrupted",
                     where=Where.SOURCE_FROZEN,
                 )
-            if (size := memory.size()) >= devmem.LEAST_BYTES:
+            # What is shared has to leave in stripes: the driver's checkpoint does not know who else has it.
+            if (size := memory.size()) >= devmem.LEAST_BYTES or sharing.is_shared(process):
                 inner_pid = tree.inner_pid(process.pid)
                 found.append(Striped(memory, inner_pid, stripe_files.names_of(inner_pid, devmem.STRIPES), size))
     return found

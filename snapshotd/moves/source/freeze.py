@@ -12,11 +12,12 @@ import logging
 from collections.abc import Callable, Iterable
 
 from snapshotd import preflight
+from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, GpuFailed, RankGone, Refused, Undone, Where, WrongState
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry
-from snapshotd.moves.device import checkpoint_room, cuda_processes, hold, memory, offload, standstill
+from snapshotd.moves.device import checkpoint_room, cuda_processes, hold, memory, offload, sharing, standstill
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, held_copy, leftovers
@@ -48,6 +49,7 @@ async def make_ready(node: Node, moving: Moving, entry: RankEntry, parts: Parts)
 
     Done before the gates close: behind a gate the interpreter reaches no safe point, and all ranks of the job wait."""
     processes = await cuda_processes.must_find(node.gpus, entry.group.pids())
+    await sharing.attempt(processes, known=_shares(moving))
     emptied = await memory.empty_caches(processes, parts)
     left_bytes = emptied.released_bytes
     node.caches_left[moving.log.move] = left_bytes or 0
@@ -125,10 +127,13 @@ async def freeze(
 
     async def offload_all() -> int:
         size = 0
+        parked = standstill.parked_ones(processes, held_copy.processes(nccl))
+        stop_others = functools.partial(standstill.stop_others, group, parked)
+        others = [other for other in node.ranks.all() if other.uid != entry.uid]
+        await sharing.close(node.gpus, processes, others, parts, stop_others, known=_shares(moving))
         if moving.offload is not None:
-            parked = standstill.parked_ones(processes, held_copy.processes(nccl))
-            stop_others = functools.partial(standstill.stop_others, group, parked)
             size = await moving.offload.out(node.gpus, processes, parts, stop_others)
+        await sharing.must_be_out(processes)
         await hold.own_rest(node.gpus, processes, memory.copy_s(memory.total(uses)))
         await in_thread(checkpoint_room.begins, node, move, processes)
         return size
@@ -193,12 +198,23 @@ async def _prepare(node: Node, moving: Moving, processes: list[tree.Process], pa
             parts.add("prepare", host.boottime_s() - began)
     elif moving.offload is not None:
         await moving.offload.reopen_channel()
+    if _shares(moving):
+        offloaded = moving.offload
+        striped = [one.process for one in offloaded.striped] if offloaded is not None else []
+        await sharing.must_leave_in_stripes(
+            processes, striped, "; ".join(offloaded.warnings) if offloaded is not None else ""
+        )
     if moving.offload is not None and processes:
         await in_thread(moving.offload.must_fit, processes[0].pid, Where.SOURCE_RUNNING)
     elif processes:
         size, why = int(moving.facts.gpu.device_bytes), "no device memory can be offloaded, and"
         move, pid = moving.log.move, processes[0].pid
         await in_thread(checkpoint_room.reserve, node, move, pid, size, why, Where.SOURCE_RUNNING)
+
+
+def _shares(moving: Moving) -> bool:
+    """Whether preflight has found memory that the rank's processes share, and that this node and the target can move it."""
+    return protocol.carries_shared_memory(moving.facts.protocol)
 
 
 def _expected(moving: Moving, left_bytes: int) -> dict[str, int]:

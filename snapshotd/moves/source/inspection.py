@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from snapshotd import preflight
+from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import SnapshotError
+from snapshotd.api.errors import SnapshotError, Undone, Where
 from snapshotd.holder import window
 from snapshotd.keepers.hello import protocol_problem
 from snapshotd.keepers.ranks import RankEntry
@@ -83,6 +84,18 @@ async def look(node: Node, entry: RankEntry, *, moves: bool) -> Looked:
     return await _look(node, entry, entry.group.pids(), moves=moves)
 
 
+async def look_late(node: Node, entry: RankEntry, *, moves: bool) -> Looked:
+    """The same when a move has begun. The target has compared other facts: raises Undone if it may be too old for these."""
+    looked = await look(node, entry, moves=moves)
+    if moves and protocol.carries_shared_memory(looked.facts.protocol):
+        raise Undone(
+            "the rank shares device memory (CUDA IPC), and the target was asked too long ago whether it can move that",
+            remedy="retry the move; the rank runs on",
+            where=Where.SOURCE_RUNNING,
+        )
+    return looked
+
+
 async def _look(node: Node, entry: RankEntry, pids: list[int], *, moves: bool) -> Looked:
     config, scope = node.config, None
     with span("find CUDA processes"):
@@ -104,6 +117,7 @@ async def _look(node: Node, entry: RankEntry, pids: list[int], *, moves: bool) -
             gpu=look,
             nccl=nccl,
             holds=moves and config.hold_device_memory,
+            moves_shared=config.move_shared_device_memory,
         )
     facts.memory_id = node.room.machine
     if not preflight.refusals(checks):  # one may say that the rank's paths must not be looked at

@@ -150,7 +150,7 @@ class SourceSteps(SourceSettling):
         moving = self.track(move_log)
         self.settle_all()
         looked = self._inspected.take(request.look, entry)
-        looked = looked or await inspection.look(self.node, entry, moves=not suspends)
+        looked = looked or await inspection.look_late(self.node, entry, moves=not suspends)
         moving.facts, moving.scope = looked.facts, looked.scope
         if suspends:
             await suspended.make_room(self.node, moving, entry)

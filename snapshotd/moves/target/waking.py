@@ -6,7 +6,8 @@ import asyncio
 import logging
 from pathlib import Path
 
-from snapshotd.moves.device import standstill
+from snapshotd.moves.device import sharing, standstill
+from snapshotd.moves.device.memory import Lost
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.nccl import held_copy
 from snapshotd.moves.peers import connections, socket_options
@@ -37,6 +38,12 @@ async def wake(move_log: MoveLog) -> None:
         await in_thread(tree.continue_all, group, known.stopped_before or [])
         await in_thread(group.thaw, WAKE_S)
     parked = standstill.parked_ones(known.cuda, held_copy.processes(known.nccl_processes))
+    try:  # it is open since the restore, unless something has closed it since
+        await in_thread(sharing.reopen, [process for process in known.cuda if process.alive()])
+    except Lost as lost:
+        log.error("rank %s was ended: %s", move_log.begin.rank, lost)
+        await in_thread(group.kill, WAKE_S)
+        return
     await standstill.let_go([process for process in parked if process.alive()])
     if known.nccl_processes and not known.gates_opened:
         await held_copy.open_gates(known.nccl_processes, abandon=known.abandoned)

@@ -2,6 +2,8 @@
 #ifndef FAKE_CUDA_COPIES_H
 #define FAKE_CUDA_COPIES_H
 
+#include <stdbool.h>
+
 #include "cuda_abi.h"
 
 #define EVERY_STREAM NULL
@@ -10,5 +12,8 @@
  * some copy was unmapped meanwhile. */
 CUresult copies_finish(CUstream stream);
 void copies_forget_after_fork(void);
+
+/* streams.c */
+bool streams_have_interprocess_events(void);
 
 #endif

@@ -3,7 +3,8 @@
  *   OPERATION: ACTION [once] [pid=N]
  *
  * OPERATION  state lock checkpoint restore unlock (pid: of the target process), nvml, and a program's own calls (pid: in
- *            its own pid namespace): init, create (cuMemCreate), map (cuMemMap), copy (asynchronous copies), pin,
+ *            its own pid namespace): init, create (cuMemCreate), map (cuMemMap), unmap, access (cuMemSetAccess), export,
+ *            import, copy (asynchronous copies), pin,
  *            ask (cuMemHostGetFlags, with its lock held)
  * ACTION     hang | hang-after | die | die-after | kill | lose | fail:ERROR | slow:MS | hold (a program's own calls only)
  */

@@ -72,12 +72,12 @@ EXPORT CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmem
 
 EXPORT CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
 {
-	CALL(result = virtual_unmap(address, bytes););
+	CALL(result = (CUresult)fault_in_call("unmap"); if (result == CUDA_SUCCESS) result = virtual_unmap(address, bytes););
 }
 
 EXPORT CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *wanted, size_t count)
 {
-	CALL(if (!wanted || !count) result = CUDA_ERROR_INVALID_VALUE;
+	CALL(result = (CUresult)fault_in_call("access"); if (!wanted || !count) result = CUDA_ERROR_INVALID_VALUE;
 	     for (size_t i = 0; result == CUDA_SUCCESS && i < count; i++) {
 		     if (!is_gpu_location(&wanted[i].location))
 			     result = CUDA_ERROR_INVALID_DEVICE;
@@ -104,6 +104,8 @@ EXPORT CUresult cuMemExportToShareableHandle(void *into, CUmemGenericAllocationH
 
 EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *from, int type)
 {
-	CALL(result = handle && type == HANDLE_FILE ? physical_import(handle, (int)(intptr_t)from) :
-						      CUDA_ERROR_INVALID_VALUE;);
+	CALL(result = (CUresult)fault_in_call("import");
+	     if (result == CUDA_SUCCESS) result = handle && type == HANDLE_FILE ?
+							  physical_import(handle, (int)(intptr_t)from) :
+							  CUDA_ERROR_INVALID_VALUE;);
 }

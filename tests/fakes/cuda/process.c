@@ -121,7 +121,7 @@ static CUresult checkpoint(const struct request *request)
 
 	if (state != PROCESS_LOCKED)
 		return CUDA_ERROR_ILLEGAL_STATE;
-	if (memory_has_managed())
+	if (memory_has_managed() || streams_have_interprocess_events())
 		return CUDA_ERROR_NOT_SUPPORTED;
 	result = memory_to_host(request->delay_ms);
 	if (result != CUDA_SUCCESS)

@@ -58,6 +58,13 @@ enum cudaMemcpyKind { HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DE
 	X(cuStreamCreate, (CUstream *, unsigned int))                                \
 	X(cuStreamDestroy, (CUstream))                                               \
 	X(cuStreamSynchronize, (CUstream))                                           \
+	X(cuEventCreate, (CUevent *, unsigned int))                                  \
+	X(cuEventRecord, (CUevent, CUstream))                                        \
+	X(cuEventQuery, (CUevent))                                                   \
+	X(cuEventDestroy, (CUevent))                                                 \
+	X(cuStreamWaitEvent, (CUstream, CUevent, unsigned int))                      \
+	X(cuIpcGetEventHandle, (CUipcMemHandle *, CUevent))                          \
+	X(cuIpcOpenEventHandle, (CUevent *, CUipcMemHandle))                         \
 	X(cuIpcGetMemHandle, (CUipcMemHandle *, CUdeviceptr)) \
 	X(cuIpcOpenMemHandle_v2, (CUdeviceptr *, CUipcMemHandle, unsigned int)) \
 	X(cuIpcCloseMemHandle, (CUdeviceptr))
@@ -402,6 +409,43 @@ EXPORT cudaError_t cudaIpcOpenMemHandle(void **address, CUipcMemHandle handle, u
 EXPORT cudaError_t cudaIpcCloseMemHandle(void *address)
 {
 	WITH_CONTEXT(driver.cuIpcCloseMemHandle((CUdeviceptr)address));
+}
+
+/* ---------------------------------------------------------------- events */
+
+EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned int flags)
+{
+	WITH_CONTEXT(driver.cuEventCreate(event, flags));
+}
+
+EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
+{
+	WITH_CONTEXT(driver.cuEventRecord(event, stream));
+}
+
+EXPORT cudaError_t cudaEventQuery(cudaEvent_t event)
+{
+	WITH_CONTEXT(driver.cuEventQuery(event));
+}
+
+EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event)
+{
+	WITH_CONTEXT(driver.cuEventDestroy(event));
+}
+
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags)
+{
+	WITH_CONTEXT(driver.cuStreamWaitEvent(stream, event, flags));
+}
+
+EXPORT cudaError_t cudaIpcGetEventHandle(CUipcMemHandle *handle, cudaEvent_t event)
+{
+	WITH_CONTEXT(driver.cuIpcGetEventHandle(handle, event));
+}
+
+EXPORT cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *event, CUipcMemHandle handle)
+{
+	WITH_CONTEXT(driver.cuIpcOpenEventHandle(event, handle));
 }
 
 /* ---------------------------------------------------------------- streams, and the lookup of driver calls */

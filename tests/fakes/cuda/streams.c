@@ -3,20 +3,24 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdatomic.h>
+#include <string.h>
 
 #include "call.h"
 #include "copies.h"
 
 #define MAX_STREAMS 256
 #define MAX_EVENTS 4096
+#define EVENT_DISABLE_TIMING 2
+#define EVENT_INTERPROCESS 4
 
 static struct fake_stream {
-	_Atomic int used;
+	_Atomic int used, captures;
 } streams[MAX_STREAMS];
 
 static struct fake_event {
 	_Atomic int used;
 	CUstream stream; /* in which it was last recorded */
+	bool interprocess;
 } events[MAX_EVENTS];
 
 static int take(_Atomic int *used)
@@ -45,13 +49,16 @@ static bool is_stream(CUstream stream)
 	return (uintptr_t)stream <= 2 || (stream >= streams && stream < streams + MAX_STREAMS && stream->used);
 }
 
-static CUresult make_event(CUevent *event)
+static CUresult make_event(CUevent *event, unsigned int flags)
 {
+	if (flags & EVENT_INTERPROCESS && !(flags & EVENT_DISABLE_TIMING))
+		return CUDA_ERROR_INVALID_VALUE;
 	if (current_gpu() < 0)
 		return CUDA_ERROR_INVALID_CONTEXT;
 	for (int i = 0; i < MAX_EVENTS; i++) {
 		if (!take(&events[i].used))
 			continue;
+		events[i].interprocess = flags & EVENT_INTERPROCESS;
 		*event = &events[i];
 		return CUDA_SUCCESS;
 	}
@@ -125,8 +132,7 @@ EXPORT CUresult cuCtxSynchronize(void)
 
 EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)
 {
-	(void)flags;
-	CALL(result = make_event(event););
+	CALL(result = make_event(event, flags););
 }
 
 EXPORT CUresult cuEventRecord(CUevent event, CUstream stream)
@@ -147,4 +153,49 @@ EXPORT CUresult cuEventSynchronize(CUevent event)
 EXPORT CUresult cuEventDestroy_v2(CUevent event)
 {
 	CALL(if (is_event(event)) event->used = 0; else result = CUDA_ERROR_INVALID_HANDLE;);
+}
+
+/* Nothing is captured: only the stream says so. The default stream can be captured, too, unlike a real one. */
+static _Atomic int default_captures;
+
+static _Atomic int *captures_of(CUstream stream)
+{
+	return (uintptr_t)stream <= 2 ? &default_captures : &stream->captures;
+}
+
+EXPORT CUresult cuStreamBeginCapture_v2(CUstream stream, int mode)
+{
+	(void)mode;
+	CALL(if (is_stream(stream)) * captures_of(stream) = 1; else result = CUDA_ERROR_INVALID_HANDLE;);
+}
+
+EXPORT CUresult cuStreamEndCapture(CUstream stream, void **graph)
+{
+	CALL(*graph = NULL; if (is_stream(stream)) * captures_of(stream) = 0; else result = CUDA_ERROR_INVALID_HANDLE;);
+}
+
+EXPORT CUresult cuStreamIsCapturing(CUstream stream, int *status)
+{
+	CALL(if (is_stream(stream)) *status = *captures_of(stream); else result = CUDA_ERROR_INVALID_HANDLE;);
+}
+
+/* Handles of events can be made, but not opened. */
+EXPORT CUresult cuIpcGetEventHandle(CUipcMemHandle *handle, CUevent event)
+{
+	CALL(memset(handle, 0, sizeof *handle);
+	     if (!is_event(event) || !event->interprocess) result = CUDA_ERROR_INVALID_VALUE;);
+}
+
+EXPORT CUresult cuIpcOpenEventHandle(CUevent *event, CUipcMemHandle handle)
+{
+	(void)event, (void)handle;
+	CALL(result = CUDA_ERROR_NOT_SUPPORTED;);
+}
+
+bool streams_have_interprocess_events(void)
+{
+	for (int i = 0; i < MAX_EVENTS; i++)
+		if (events[i].used && events[i].interprocess)
+			return true;
+	return false;
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,13 +33,27 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start_job(library: Path, offload_library: Path, program: Path, node: GpuNode, tmp_path: Path) -> Iterator[Start]:
+def libraries(library: Path, offload_library: Path, shared_library: Path) -> Mapping[str, Path]:
+    """By the choice of `migrator run --device-memory`."""
+    return {"driver": library, "offload": offload_library, "shared": shared_library}
+
+
+@pytest.fixture
+def usual_library() -> str:
+    """With which jobs are started that name none."""
+    return "offload"
+
+
+@pytest.fixture
+def start_job(
+    libraries: Mapping[str, Path], usual_library: str, program: Path, node: GpuNode, tmp_path: Path
+) -> Iterator[Start]:
     """Starts jobs; those that are left at the end are killed."""
     started: list[DeviceJob] = []
 
-    def start(*commands: str, device_memory: str = "offload") -> DeviceJob:
+    def start(*commands: str, device_memory: str = usual_library) -> DeviceJob:
         environment = {**os.environ, **node.environment}
-        preload = offload_library if device_memory == "offload" else library
+        preload = libraries[device_memory]
         job = DeviceJob(preload, program, env=environment, folder=tmp_path / f"stripes-{len(started)}")
         started.append(job)
         for line in ("begin", *commands):

@@ -51,6 +51,7 @@ def _build(sanitizer: str) -> Path:
         names = ("lockless.c", "loaded.c", "mailbox.c", "maps.c", "memory_calls.c", "sharing.c")
         files = [
             *sorted((SHIM / "memory").glob("*.c")),
+            *sorted((SHIM / "sharing").glob("*.c")),
             *(SHIM / "core" / name for name in names),
             PROGRAMS / "control.c",
         ]

@@ -22,6 +22,11 @@ FIRST_WORD = str(1 << 32)
 OWN_HANDLE, GONE = "error-201", "error-205"
 
 
+@pytest.fixture(params=["offload", "shared"])
+def usual_library(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def _said(job: DeviceJob, line: str) -> str:
     """The job's answer to a line, without the final `done`."""
     return job.do(line).removesuffix("done").strip()
@@ -203,7 +208,7 @@ def test_a_child_has_neither_the_memory_nor_the_ipc_server(start_job: Start) -> 
 
 
 def test_shared_memory_is_not_offloaded(start_job: Start) -> None:
-    owner, guest = start_job("fill 4", "fill 8"), start_job()
+    owner, guest = start_job("fill 4", "fill 8", device_memory="offload"), start_job()
     handle = _said(owner, "share 0")
     assert owner.state().bytes == 8 * MIB
     assert owner.offload() == 8 * MIB

@@ -44,7 +44,7 @@ def _all_sleep(job: DeviceJob) -> bool:
     return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "S" for task in tasks)
 
 
-async def _caught_at_the_lock(job: DeviceJob, gpus: Gpus) -> None:
+async def caught_at_the_lock(job: DeviceJob, gpus: Gpus) -> None:
     """Parks threads while they wait for the driver's lock, and unlocks it, so that they get their shares."""
     await gpus.lock(job.process, STUCK_S)
     until(lambda: _all_sleep(job))
@@ -103,7 +103,7 @@ async def test_a_thread_parked_at_the_drivers_lock_gets_a_share_once_it_is_unloc
     """A call that waits for such a thread is found while the thread can be released, and then returns."""
     job = start_job("grow 1", "calling")
     await asyncio.to_thread(job.ready)
-    await _caught_at_the_lock(job, gpus)
+    await caught_at_the_lock(job, gpus)
     with refused(errno.EAGAIN, "with a lock that others wait for"):
         await asyncio.to_thread(job.ask, OFFLOAD)
     assert not job.state().offloaded
@@ -116,7 +116,7 @@ async def test_a_thread_parked_at_the_drivers_lock_gets_a_share_once_it_is_unloc
 
 async def test_driver_cannot_be_locked_while_a_parked_thread_has_a_share(start_job: Start, gpus: Gpus) -> None:
     job = start_job("calling")
-    await _caught_at_the_lock(job, gpus)
+    await caught_at_the_lock(job, gpus)
     for _ in range(2):  # an attempt that timed out has given no share to another thread
         with pytest.raises(Timeout):
             await gpus.lock(job.process, 0.3)

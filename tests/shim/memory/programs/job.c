@@ -28,6 +28,13 @@ struct shared {
 };
 extern int cudaIpcGetMemHandle(struct shared *, void *), cudaIpcOpenMemHandle(void **, struct shared, unsigned int);
 extern int cudaIpcCloseMemHandle(void *);
+extern int cudaEventCreateWithFlags(void **, unsigned int), cudaEventRecord(void *, void *), cudaEventDestroy(void *);
+extern int cudaEventQuery(void *), cudaIpcGetEventHandle(struct shared *, void *);
+extern int cudaIpcOpenEventHandle(void **, struct shared);
+extern int cuStreamBeginCapture_v2(void *, int), cuStreamEndCapture(void *, void **);
+extern int cuModuleLoadData(void **, const void *), cuModuleGetFunction(void **, void *, const char *);
+extern int cuLaunchKernel(void *, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int,
+			  unsigned int, void *, void **, void **);
 extern int cudaGetDriverEntryPointByVersion(const char *, void **, unsigned int, unsigned long long, int *);
 extern int cuMemAlloc_v2(uint64_t *, size_t), cuMemFree_v2(uint64_t);
 
@@ -336,11 +343,8 @@ static void *sleep_on(void *nothing)
 }
 
 /* Prints the handle, or the error. */
-static void share(int place)
+static void print_handle(int status, struct shared handle)
 {
-	struct shared handle;
-	int status = cudaIpcGetMemHandle(&handle, blocks[place].address);
-
 	if (status)
 		printf("error-%d ", status);
 	for (size_t i = 0; !status && i < sizeof(handle.bytes); i++)
@@ -348,16 +352,47 @@ static void share(int place)
 	printf(" ");
 }
 
-static void *opened;
-
-static void open_shared(const char *text)
+static void share(int place)
 {
 	struct shared handle;
-	int status;
+
+	print_handle(cudaIpcGetMemHandle(&handle, blocks[place].address), handle);
+}
+
+static void *opened, *event;
+
+static struct shared read_handle(const char *text)
+{
+	struct shared handle;
 
 	for (size_t i = 0; i < sizeof(handle.bytes); i++)
 		must(sscanf(text + 2 * i, "%2hhx", &handle.bytes[i]) != 1, "a handle");
-	status = cudaIpcOpenMemHandle(&opened, handle, 1);
+	return handle;
+}
+
+static void share_event(void)
+{
+	struct shared handle;
+
+	print_handle(cudaIpcGetEventHandle(&handle, event), handle);
+}
+
+/* Keeps the GPU busy for so many milliseconds, and records the event behind that. */
+static void record_behind(int ms)
+{
+	uint64_t ns = (uint64_t)ms * 1000000;
+	void *module, *spin, *arguments[] = {&ns};
+
+	must(cuModuleLoadData(&module, "spin"), "cuModuleLoadData");
+	must(cuModuleGetFunction(&spin, module, "spin"), "cuModuleGetFunction");
+	must(cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, NULL, arguments, NULL), "cuLaunchKernel");
+	must(cudaEventRecord(event, NULL), "cudaEventRecord");
+}
+
+static void open_shared(const char *text)
+{
+	int status = cudaIpcOpenMemHandle(&opened, read_handle(text), 1);
+
 	if (status)
 		printf("error-%d ", status);
 	else
@@ -424,6 +459,10 @@ int main(void)
 			shrink();
 		else if (strcmp(word, "capture") == 0)
 			must(cudaStreamBeginCapture(NULL, 0), "cudaStreamBeginCapture");
+		else if (strcmp(word, "driver-capture") == 0)
+			must(cuStreamBeginCapture_v2(NULL, 0), "cuStreamBeginCapture");
+		else if (strcmp(word, "driver-captured") == 0)
+			must(cuStreamEndCapture(NULL, &address), "cuStreamEndCapture");
 		else if (strcmp(word, "register") == 0)
 			must(cuMemGetHandleForAddressRange(&number, (uint64_t)blocks[0].address, 4096, 1, 0),
 			     "cuMemGetHandleForAddressRange");
@@ -482,6 +521,18 @@ int main(void)
 			poke((uint64_t)number);
 		else if (strcmp(word, "shut") == 0)
 			printf("%d ", cudaIpcCloseMemHandle(opened));
+		else if (strcmp(word, "event") == 0)
+			must(cudaEventCreateWithFlags(&event, (unsigned int)number), "cudaEventCreateWithFlags");
+		else if (strcmp(word, "record-behind") == 0)
+			record_behind(number);
+		else if (strcmp(word, "share-event") == 0)
+			share_event();
+		else if (strcmp(word, "open-event") == 0)
+			printf("%d ", cudaIpcOpenEventHandle(&event, read_handle(more)));
+		else if (strcmp(word, "event-done") == 0)
+			printf("%d ", cudaEventQuery(event));
+		else if (strcmp(word, "no-event") == 0)
+			must(cudaEventDestroy(event), "cudaEventDestroy");
 		else if (strcmp(word, "opened") == 0)
 			access_to(opened);
 		else if (strcmp(word, "shut-elsewhere") == 0) {
