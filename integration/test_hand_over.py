@@ -131,15 +131,14 @@ def test_driver_checkpoints_memory_that_was_handed_over(one_gpu: GpuCluster) -> 
 
 def test_processes_share_memory_that_was_handed_over(one_gpu: GpuCluster) -> None:
     """Its owner cannot export it, and gives the others what it has got itself. An undo finds them with it open."""
-    with configured(one_gpu.cluster, (SOURCE, TARGET), {"move_shared_device_memory": True}):
-        job = one_gpu.job(SOURCE, *LARGE, "--shared", "2", pace_s=0.05, options=("--device-memory", "shared"))
-        job.await_lines(5)
-        for node, point in ((SOURCE, Point.OFFLOADED), (TARGET, Point.REFILLED)):
-            one_gpu.cluster.fault(node, point, "fail")
-            assert "fault injected" in one_gpu.cluster.move(job, TARGET, expect=UNDONE)["reason"]
-            job.await_progress(3)
-        for to in (TARGET, SOURCE):
-            moved = one_gpu.cluster.move(job, to)
-            assert part(moved, "take-over")["bytes"] == part(moved, "offload")["bytes"] >= SIZE
-            job.await_progress(3)
-        one_gpu.ends_well(job)
+    job = one_gpu.job(SOURCE, *LARGE, "--shared", "2", pace_s=0.05, options=("--device-memory", "shared"))
+    job.await_lines(5)
+    for node, point in ((SOURCE, Point.OFFLOADED), (TARGET, Point.REFILLED)):
+        one_gpu.cluster.fault(node, point, "fail")
+        assert "fault injected" in one_gpu.cluster.move(job, TARGET, expect=UNDONE)["reason"]
+        job.await_progress(3)
+    for to in (TARGET, SOURCE):
+        moved = one_gpu.cluster.move(job, to)
+        assert part(moved, "take-over")["bytes"] == part(moved, "offload")["bytes"] >= SIZE
+        job.await_progress(3)
+    one_gpu.ends_well(job)

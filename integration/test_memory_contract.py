@@ -56,20 +56,18 @@ HOST = (
     Way("into-image", lambda of: "save-host" not in of, {"snapshot_copy_on_write": False}, is_snapshot=True),
 )
 _BIG = LARGE_MIB * MIB
-_SHARING = {"move_shared_device_memory": True}
 _SHARED: dict[str, Any] = {"job_options": ("--device-memory", "shared"), "arguments": ("--shared", "2")}
 SHARED = (
-    Way("shared-held", lambda of: "close-shared" in of and of["offload"] == of["refill"] >= _BIG, _SHARING, **_SHARED),
+    Way("shared-held", lambda of: "close-shared" in of and of["offload"] == of["refill"] >= _BIG, **_SHARED),
     Way(
         "shared-files",
         lambda of: "close-shared" in of and of["offload"] == of["refill"] >= _BIG,
-        {**_SHARING, "hold_device_memory": False},
+        {"hold_device_memory": False},
         **_SHARED,
     ),
     Way(
         "shared-on-gpu",
         lambda of: "close-shared" in of and of["give-back"] == of["save"] >= _BIG,
-        _SHARING,
         **_SHARED,
         is_snapshot=True,
     ),

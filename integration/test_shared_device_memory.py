@@ -30,8 +30,7 @@ SHARED, EXPORTED = (*LARGE, "--shared", "2"), (*LARGE, "--export")
 
 @pytest.fixture(scope="module", params=[True, False], ids=["held", "files"])
 def sharing_lab(fake_gpu_lab: GpuCluster, request: pytest.FixtureRequest) -> Iterator[GpuCluster]:
-    keys = {"hold_device_memory": request.param, "move_shared_device_memory": True}
-    with configured(fake_gpu_lab.cluster, (SOURCE, TARGET), keys):
+    with configured(fake_gpu_lab.cluster, (SOURCE, TARGET), {"hold_device_memory": request.param}):
         yield fake_gpu_lab
 
 
@@ -130,15 +129,3 @@ def test_ranks_that_share_memory_with_each_other_are_refused(sharing: GpuCluster
     for job in (owner, guest):
         sharing.cluster.move(job, TARGET, expect=REFUSED)
     sharing.ends_well(guest, owner)
-
-
-@pytest.mark.parametrize("node", [SOURCE, TARGET])
-def test_setting_of_the_node_that_the_rank_leaves_counts(sharing: GpuCluster, node: str) -> None:
-    with configured(sharing.cluster, [node], {"move_shared_device_memory": False}):
-        job = begun(sharing)
-        if node == SOURCE:
-            assert "move_shared_device_memory = true" in checked(sharing, job)
-            sharing.cluster.move(job, TARGET, expect=REFUSED)
-        else:
-            sharing.cluster.move(job, TARGET)
-        sharing.ends_well(job)

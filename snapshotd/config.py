@@ -175,8 +175,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     hold_device_memory: Annotated[bool, Meta(description="true or false")] = True
     # Whether such memory is handed over, and not sent, between nodes of one machine that use the same GPU.
     hand_over_device_memory: Annotated[bool, Meta(description="true or false")] = True
-    # Whether ranks move whose processes share device memory: not seen on a real GPU yet, see docs/limits.md.
-    move_shared_device_memory: Annotated[bool, Meta(description="true or false")] = False
     # Whether large memory of a rank that leaves is read by several threads beside criu: not finished, see docs/operations.md.
     send_beside_criu: Annotated[bool, Meta(description="true or false")] = False
     # How fast copies of snapshots leave this node while their jobs run; empty: no limit.

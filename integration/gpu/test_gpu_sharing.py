@@ -1,6 +1,5 @@
 """A job whose processes share device memory (CUDA IPC) runs under `migrator run` as without it. With `--device-memory
-shared`, and the setting on both nodes, it moves there and back, failed moves are undone, and it is snapshotted and rolled
-back; otherwise a move is refused.
+shared` it moves there and back, failed moves are undone, and it is snapshotted and rolled back; otherwise a move is refused.
 
 The tensors are passed by torch, with the events that come with them. In the end both processes change what they share, and
 what each finds is compared with an undisturbed run.
@@ -32,9 +31,8 @@ UNDONE = 11
 
 @pytest.fixture(params=[False, True], ids=["files", "held"])
 def sharing(nodes: Cluster, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Nodes between which such ranks may move. `held`: device memory stays on the GPU until it is sent."""
-    keys = {"move_shared_device_memory": True, "hold_device_memory": request.param}
-    with configured(nodes, (SOURCE, TARGET), keys):
+    """`held`: device memory stays on the GPU until it is sent."""
+    with configured(nodes, (SOURCE, TARGET), {"hold_device_memory": request.param}):
         yield nodes
 
 
@@ -92,8 +90,8 @@ def test_rank_that_shares_device_memory_is_snapshotted_and_rolled_back(sharing: 
     record("sharing-snapshot", snapshot=measured(taken), rollback=measured(back))
 
 
-@pytest.mark.parametrize("device_memory", ["driver", "offload", "shared"])
-def test_rank_that_shares_device_memory_runs_and_is_refused(nodes: Cluster, device_memory: str) -> None:
+@pytest.mark.parametrize("device_memory", ["driver", "offload"])
+def test_rank_that_was_started_as_usual_runs_and_is_refused(nodes: Cluster, device_memory: str) -> None:
     run = Sharing(nodes, device_memory)
     done = nodes.migrator("check", "--rank", "0", "--job", run.job.name, "--to", TARGET)
     run.ends_well()

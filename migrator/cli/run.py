@@ -98,8 +98,8 @@ def parser() -> argparse.ArgumentParser:
         "--device-memory",
         choices=launchers.DEVICE_MEMORY_CHOICES,
         help="how device memory is moved: by the CUDA driver's checkpoint, or by the shim, which is faster; shared: also what"
-        " processes share of it (CUDA IPC), for nodes with move_shared_device_memory = true. Recording an event that another"
-        " process has opened waits then until the work before it is done "
+        " processes share of it (CUDA IPC); recording an event that another process has opened then waits until the work"
+        " before it is done "
         f"(default: ${launchers.DEVICE_MEMORY_VARIABLE}, else {launchers.DEVICE_MEMORY_DEFAULT})",
     )
     protection.add_options(made)

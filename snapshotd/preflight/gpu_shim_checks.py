@@ -98,9 +98,7 @@ def _managed_bytes(process: ProcessInfo) -> int:
 def ipc(rank: Inspection, gpu: DriverReport, shim: Shim) -> Check:
     """Device memory that two processes share would become two memories, unless the shim closes it and opens it again."""
     processes = cuda_processes(rank, gpu)
-    stuck, found = lasting(
-        lambda: [(str(process), counters) for process, counters in _counters(processes, shim)], moves=rank.moves_shared
-    )
+    stuck, found = lasting(lambda: [(str(process), counters) for process, counters in _counters(processes, shim)])
     if stuck is not None:
         return refused("gpu-ipc", stuck.reason, stuck.remedy)
     exports, imports = (sum(getattr(one, name) for _, one in found) for name in ("exports", "imports"))
@@ -112,7 +110,7 @@ def ipc(rank: Inspection, gpu: DriverReport, shim: Shim) -> Check:
 def shares(rank: Inspection, gpu: DriverReport, shim: Shim) -> bool:
     """Whether its processes share device memory that moves with it."""
     found = _counters(cuda_processes(rank, gpu), shim)
-    return rank.moves_shared and any(counters.exports or counters.imports for _, counters in found)
+    return any(counters.exports or counters.imports for _, counters in found)
 
 
 def visible_devices(rank: Inspection, gpu: DriverReport, shim: Shim) -> dict[int, str]:

@@ -35,7 +35,6 @@ class Inspection:
     nccl: NcclReports | None = None  # None: no process of the tree was asked
     frozen: bool = False  # nothing that it has can change
     holds: bool = False  # its device memory may stay on its GPU until it is sent
-    moves_shared: bool = False  # it may move with device memory that its processes share
 
     @functools.cached_property
     def tree(self) -> ProcessTree:

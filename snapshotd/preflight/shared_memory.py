@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 
 from snapshotd.preflight.verdict import listed
 
-SETTING = "move_shared_device_memory"
 _OTHERWISE = (
     "pass tensors between processes in host memory (`tensor.cpu()` before a multiprocessing queue) and start the job again; a"
     " program that shares no events can free and close what it shared instead"
@@ -50,18 +49,12 @@ class Stuck(NamedTuple):
     remedy: str
 
 
-def why_not(shared: Shared, *, moves: bool = True) -> Stuck | None:
-    """None if it can, or if nothing is shared. `shared`: all processes of a rank. `moves`: whether this node's configuration
-    allows it."""
+def why_not(shared: Shared) -> Stuck | None:
+    """None if it can, or if nothing is shared. `shared`: all processes of a rank."""
     sharers = [(name, state) for name, state in shared if state.exports or state.imports]
     if not sharers:
         return None
     counts = [f"{name}: {state.exports} handles exported, {state.imports} opened" for name, state in sharers]
-    if not moves:
-        return Stuck(
-            f"the rank shares device memory between processes (CUDA IPC): {listed(counts)}",
-            f"{_OTHERWISE}; or {_START} and set {SETTING} = true in snapshotd.toml, which is not shown on a real GPU yet",
-        )
     differ = [(state.exports, state.imports) != (state.moving_exports, state.moving_imports) for _, state in sharers]
     if any(differ):
         stuck = [text for text, other in zip(counts, differ, strict=True) if other]
@@ -83,13 +76,13 @@ def why_not(shared: Shared, *, moves: bool = True) -> Stuck | None:
     return None
 
 
-def lasting(read: Callable[[], Shared], *, moves: bool = True) -> tuple[Stuck | None, Shared]:
+def lasting(read: Callable[[], Shared]) -> tuple[Stuck | None, Shared]:
     """The same about a rank that runs, and what was read last. Its counts are read one after the other, and change meanwhile:
     a reason counts if it is there every time. Blocking."""
     shared = read()
-    for _ in range(LOOKS - 1 if moves else 0):
+    for _ in range(LOOKS - 1):
         if why_not(shared) is None:
             break
         time.sleep(LOOK_AGAIN_S)
         shared = read()
-    return why_not(shared, moves=moves), shared
+    return why_not(shared), shared

@@ -121,22 +121,20 @@ def inspect_rank(
     nccl: NcclReports | None = None,
     digest_seconds: float = DIGEST_SECONDS,
     holds: bool = False,
-    moves_shared: bool = False,
 ) -> tuple[RankFacts, list[Check]]:
     """Facts and verdicts about a running rank; never raises. Blocking: run it in a thread.
 
     `pids` are all processes of the rank's cgroup, numbered as in the daemon's pid namespace. `keeper_pid` 0 means that the
     rank has no keeper. `keeper_is_guest` means that this product made the keeper's pid and mount namespaces. `gpu` is the
     driver's report, None if none of these processes holds CUDA; `nccl` is what the shims report about communicators.
-    `holds`: device memory that the shim can hand over stays on its GPU until it is sent. `moves_shared`: device memory that
-    its processes share can move.
+    `holds`: device memory that the shim can hand over stays on its GPU until it is sent.
     """
     facts = RankFacts(
         source_node=node, daemon_version=daemon_version, protocol=protocol.own(), criu_version=criu_version
     )
     facts.rank.CopyFrom(rank)
     where = (pids, root_pid, carry_paths, keeper_pid, keeper_is_guest)
-    seen = Inspection(*where, criu_version, gpu, nccl, holds=holds, moves_shared=moves_shared)
+    seen = Inspection(*where, criu_version, gpu, nccl, holds=holds)
     alive = examined("rank-alive", process_checks.rank_alive, seen)
     if alive.verdict == Check.REFUSE:
         return facts, [alive]

@@ -89,10 +89,8 @@ def gpu_rank(rank: Starter, feature: str = "gpu()") -> Child:
     return rank(KEEPER.replace("FEATURE", feature.replace("\n", "\n    ")))
 
 
-def inspect(
-    child: Child, gpu: DriverReport | None, *, holds: bool = False, moves_shared: bool = False
-) -> tuple[pb.RankFacts, dict[str, Check]]:
-    return child.inspect(keeper_pid=child.pid, keeper_is_guest=True, gpu=gpu, holds=holds, moves_shared=moves_shared)
+def inspect(child: Child, gpu: DriverReport | None, *, holds: bool = False) -> tuple[pb.RankFacts, dict[str, Check]]:
+    return child.inspect(keeper_pid=child.pid, keeper_is_guest=True, gpu=gpu, holds=holds)
 
 
 def card(index: int = 0, *processes: pb.GpuProcess, used: int = 3 * MIB, mig: bool = False) -> pb.Gpu:

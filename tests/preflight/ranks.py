@@ -60,7 +60,6 @@ class Child:
         gpu: DriverReport | None = None,
         nccl: NcclReports | None = None,
         holds: bool = False,
-        moves_shared: bool = False,
     ) -> tuple[RankFacts, dict[str, Check]]:
         facts, checks = inspect_rank(
             self.pids,
@@ -75,7 +74,6 @@ class Child:
             gpu=gpu,
             nccl=nccl,
             holds=holds,
-            moves_shared=moves_shared,
         )
         named = {check.name: check for check in checks}
         assert len(named) == len(checks), "a name was used twice"

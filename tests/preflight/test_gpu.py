@@ -194,7 +194,7 @@ def test_device_memory_shared_with_others_is_refused(rank: Starter, shim: FakeSh
 
 @pytest.fixture
 def sharing(shim: FakeShim, monkeypatch: pytest.MonkeyPatch) -> FakeShim:
-    """Processes that share what can move, if the configuration allows it."""
+    """Processes that share what can move."""
     monkeypatch.setattr(shared_memory, "LOOK_AGAIN_S", 0.0)
     shim.exports = shim.moving_exports = 1
     shim.imports = shim.moving_imports = 2
@@ -204,23 +204,14 @@ def sharing(shim: FakeShim, monkeypatch: pytest.MonkeyPatch) -> FakeShim:
 
 def test_device_memory_that_processes_of_the_rank_share_can_move(rank: Starter, sharing: FakeShim) -> None:
     child = gpu_rank(rank)
-    facts, checks = inspect(child, seen(child), moves_shared=True)
+    facts, checks = inspect(child, seen(child))
     assert (checks["gpu-ipc"].verdict, checks["gpu-ipc"].reason) == (
         Check.PASS,
         "1 handles exported, 2 opened, all between processes of the rank",
     )
     assert facts.protocol.oldest == protocol.SHARED_DEVICE_MEMORY, "an older target refuses it (daemon-version)"
     sharing.exports = sharing.moving_exports = sharing.imports = sharing.moving_imports = 0
-    assert inspect(child, seen(child), moves_shared=True)[0].protocol == protocol.own()
-
-
-def test_shared_memory_is_refused_unless_the_configuration_allows_it(rank: Starter, sharing: FakeShim) -> None:
-    child = gpu_rank(rank)
-    facts, checks = inspect(child, seen(child))
-    assert checks["gpu-ipc"].verdict == Check.REFUSE
-    assert "1 handles exported, 2 opened" in checks["gpu-ipc"].reason
-    assert "move_shared_device_memory = true" in checks["gpu-ipc"].remedy
-    assert facts.protocol == protocol.own()
+    assert inspect(child, seen(child))[0].protocol == protocol.own()
 
 
 @pytest.mark.parametrize(
@@ -238,7 +229,7 @@ def test_shared_memory_that_cannot_move_is_refused(
     child = gpu_rank(rank)
     for name, value in change.items():
         setattr(sharing, name, value)
-    check = inspect(child, seen(child), moves_shared=True)[1]["gpu-ipc"]
+    check = inspect(child, seen(child))[1]["gpu-ipc"]
     assert check.verdict == Check.REFUSE
     assert reason in check.reason
     assert remedy in check.remedy

@@ -117,7 +117,6 @@ async def _look(node: Node, entry: RankEntry, pids: list[int], *, moves: bool) -
             gpu=look,
             nccl=nccl,
             holds=moves and config.hold_device_memory,
-            moves_shared=config.move_shared_device_memory,
         )
     facts.memory_id = node.room.machine
     if not preflight.refusals(checks):  # one may say that the rank's paths must not be looked at
