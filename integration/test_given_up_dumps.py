@@ -1,7 +1,7 @@
 """A dump that is given up at any moment leaves the processes as they were: criu ends by itself, and is not killed.
 
 With real criu, outside a lab, so that there are many moments. Criu that was killed while it had its code in a process
-killed that process too, in one of twenty rounds.
+killed that process too, in one of twenty rounds: the sample of every run finds that in half of the runs, `--whole` always.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def group() -> Iterator[Cgroup]:
 def test_dump_that_is_given_up_leaves_the_rank_alive(tmp_path: Path, group: Cgroup, sampled: Sampler) -> None:
     job = Job(tmp_path)
     try:
-        chance, running = random.Random(1), 0
+        chance, running = random.Random(1), []
         for moment_s in sampled([chance.uniform(0, LONGEST_S) for _ in range(ROUNDS)], KEPT):
-            running += _given_up(job, group, tmp_path / "images", moment_s)
+            running.append(_given_up(job, group, tmp_path / "images", moment_s))
             job.goes_on()
-        assert running > 0, "criu had always ended before the dump was given up"
+        assert sum(running) >= len(running) / 2, "criu had ended too often before the dump was given up"
     finally:
         job.process.kill()
         job.process.wait()

@@ -304,6 +304,13 @@ class Protection:
             self.say(f"no snapshot was taken: {why}")
         self._said_no = why
 
+    async def _not_rolled_back(self, why: str, text: str) -> None:
+        """Says it once for each reason, and waits: an attempt sends whole images again."""
+        if why != self.refusal:
+            self.say(f"the job could not be rolled back yet: {text}")
+        self.refusal = why
+        await asyncio.sleep(ROLL_BACK_AGAIN_S)
+
     async def _roll_back(self, trouble: str) -> None:
         down_for_s = time.monotonic() - self.sight.well_s if self.sight.well_s is not None else 0.0
         if trouble != self.trouble:
@@ -320,13 +327,10 @@ class Protection:
             asked = replace(self.options, reason=trouble, down_for_s=down_for_s, lease_s=LEASE_S)
             boots, result = await asyncio.gather(self._boots(), jobs.rollback(self.cluster, asked, hear))
         except SnapshotError as error:
-            if error.message != self.refusal:
-                self.refusal = error.message
-                self.say(f"the job could not be rolled back yet: {error.message}. {error.advice}")
-            await asyncio.sleep(ROLL_BACK_AGAIN_S)
+            await self._not_rolled_back(error.message, f"{error.message}. {error.advice}")
             return
         if result.outcome is not JobVerdict.ROLLED_BACK:
-            self.say(f"the job could not be rolled back yet: {result.reason}")
+            await self._not_rolled_back(result.reason, result.reason)
             return
         self.tries.rolled_back(time.monotonic())
         for image in result.bad_images:

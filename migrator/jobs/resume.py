@@ -325,7 +325,7 @@ def _not_begun(before: JobResult, run: Resumption, error: SnapshotError) -> JobR
     return replace(
         before,
         seconds=time.monotonic() - run.began,
-        reason=error.message,
+        reason=f"{before.reason}; tried again: {error.message}" if before.reason else error.message,
         error_code=error.code,
         remedy=error.advice,
         unreadable_images=run.unreadable,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from snapshotd.inprocess.abi import SERVERS_MAX
 from snapshotd.preflight.verdict import listed
 
 _OTHERWISE = (
@@ -55,6 +56,11 @@ def why_not(shared: Shared) -> Stuck | None:
     if not sharers:
         return None
     counts = [f"{name}: {state.exports} handles exported, {state.imports} opened" for name, state in sharers]
+    if crowded := [name for name, state in sharers if _is_full(state)]:
+        return Stuck(
+            f"processes have opened device memory (CUDA IPC) of more than {SERVERS_MAX} others: {listed(crowded)}",
+            _OTHERWISE,
+        )
     differ = [(state.exports, state.imports) != (state.moving_exports, state.moving_imports) for _, state in sharers]
     if any(differ):
         stuck = [text for text, other in zip(counts, differ, strict=True) if other]
@@ -74,6 +80,11 @@ def why_not(shared: Shared) -> Stuck | None:
             _OTHERWISE,
         )
     return None
+
+
+def _is_full(state: Sharing) -> bool:
+    """Whether its shim has no place for another process."""
+    return len(state.opened_from) >= SERVERS_MAX and state.imports != state.moving_imports
 
 
 def lasting(read: Callable[[], Shared]) -> tuple[Stuck | None, Shared]:

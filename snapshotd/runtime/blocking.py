@@ -26,7 +26,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Item = TypeVar("Item")
 
-#: For `all_at_once`: more threads than a node has ranks. They are started on demand.
+#: For `all_at_once` and `in_own_thread`: more threads than a node has ranks. They are started on demand.
 _side_by_side = ThreadPoolExecutor(max_workers=512, thread_name_prefix="side-by-side")
 
 
@@ -83,6 +83,11 @@ def waiting_for_disk() -> Iterator[None]:
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Runs `function(*args, **kwargs)` in a worker thread. A cancellation is delivered only after it has returned."""
     return await _in(_executor.get(), functools.partial(function, *args, **kwargs))
+
+
+async def in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The same for what may wait for seconds: it does not keep a worker from others meanwhile."""
+    return await _in(_side_by_side, functools.partial(function, *args, **kwargs))
 
 
 async def all_at_once(function: Callable[[Item], T], items: Sequence[Item]) -> list[T]:

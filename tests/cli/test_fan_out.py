@@ -30,7 +30,7 @@ class Nodes:
                 raise self.errors[node]
             return pb.ListRanksReply()
 
-        yield SimpleNamespace(node=SimpleNamespace(GetNode=call, ListRanks=call))
+        yield SimpleNamespace(node=SimpleNamespace(ListRanks=call))
 
 
 def nodes(**errors: SnapshotError) -> Any:

@@ -24,7 +24,7 @@ from snapshotd.api.errors import (
     Where,
 )
 from snapshotd.inprocess import devmem
-from snapshotd.moves.device import checkpoint_room, refill, stripe_files
+from snapshotd.moves.device import checkpoint_room, refill, sharing, stripe_files
 from snapshotd.moves.device.memory import Lost
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import Journal
@@ -55,6 +55,19 @@ async def test_undo_that_lacks_device_memory_can_be_repeated(source: Source) -> 
     assert source.first.is_out
     await source.back()
     assert source.first.content == before
+
+
+async def test_what_can_be_opened_is_open_if_a_parked_thread_blocks_the_rest(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads stay parked while memory that they share is closed, and the call would wait for ever."""
+    opened: list[int] = []
+    monkeypatch.setattr(sharing, "reopen", lambda processes: opened.append(len(processes)))
+    await source.out()
+    source.first.fill_failures = [Timeout("the call did not return")]
+    with pytest.raises(Timeout):
+        await source.back()
+    assert len(opened) == 1
 
 
 async def test_abort_before_the_freeze_drops_what_was_prepared(

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Refused
+from snapshotd.api.errors import Refused, WrongState
 from snapshotd.moves.jobs import listing, replicas
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.record import Begin
@@ -34,7 +34,7 @@ class Buddy:
             Begin(RECORD, "job", "", "night", 0, *here, user_id=user_id)
         )
         self.record.mark(Mark.BEGUN, participants=[PART])
-        self.names = names
+        self.names, self.given_up = names, False
         self.images = folder / "images"
         self.journal, self.store = Journal(folder / "state"), SpillingStore(self.images)
         config = SimpleNamespace(node="node-2", advertise="e")
@@ -64,8 +64,12 @@ class Buddy:
         async def meet(name: str, endpoint: str) -> None:
             pass
 
+        async def wanted() -> None:
+            if self.given_up:
+                raise WrongState("the snapshot has ended")
+
         signatures: Any = SimpleNamespace(meet=meet)
-        return await copies.prepare(self.node, signatures, request)
+        return await copies.prepare(self.node, signatures, request, wanted)
 
     def keeps(self) -> Path:
         """The copy of a rank, from an earlier snapshot that node-3 coordinates too."""
@@ -84,6 +88,15 @@ async def test_copy_under_the_name_of_another_rank_is_refused(tmp_path: Path, cl
     buddy = Buddy(tmp_path)
     with pytest.raises(Refused, match=f"node-3, the coordinator of the job, does not know {COPY}"):
         await buddy.prepare(**claimed)
+    assert not buddy.journal.all()
+    assert not buddy.store.moves()
+
+
+async def test_copy_of_a_snapshot_that_was_given_up_meanwhile_keeps_no_room(tmp_path: Path) -> None:
+    buddy = Buddy(tmp_path)
+    buddy.given_up = True
+    with pytest.raises(WrongState, match="the snapshot has ended"):
+        await buddy.prepare()
     assert not buddy.journal.all()
     assert not buddy.store.moves()
 

@@ -278,6 +278,27 @@ async def test_node_counts_as_cut_off_so_long_after_its_machine_was_silent(
     assert daemon.journal.get(THIRD).last_mark is Mark.SETTLED
 
 
+async def test_no_single_attempt_to_reach_a_node_says_that_it_is_cut_off(
+    daemon: Protected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it took: this daemon may have stood still meanwhile, and its kernel has answered the node."""
+    now_s, attempts = [1000.0], list[str]()
+    monkeypatch.setattr(host, "boottime_s", lambda: now_s[0])
+
+    async def stands_still(endpoint: str, *, if_unknown: bool) -> bool:
+        attempts.append(endpoint)
+        now_s[0] += 2 * FENCED_S
+        return False
+
+    await daemon.take(FIRST)
+    monkeypatch.setattr(rollback, "answers", stands_still)
+    await daemon.roll_back(FIRST)
+    for _ in range(2):  # the coordinator may have settled it once by itself
+        await daemon.settle(THIRD)
+    assert daemon.journal.get(THIRD).last_mark is Mark.SETTLED
+    assert attempts == ["e-node-2"] * 2
+
+
 async def test_job_that_was_rolled_back_can_be_given_up(daemon: Protected) -> None:
     await daemon.take(FIRST)
     await daemon.roll_back(FIRST)

@@ -221,6 +221,7 @@ def test_device_memory_that_processes_of_the_rank_share_can_move(rank: Starter, 
         ({"shared_outside": True}, "processes that are not in the rank have opened its", "host memory"),
         ({"moving_exports": 0}, "that does not move with it", "--device-memory shared"),
         ({"moving_imports": 1}, "that does not move with it", "--device-memory shared"),
+        ({"moving_imports": 1, "opened_from": (5,) * 16}, "of more than 16 others", "host memory"),
     ],
 )
 def test_shared_memory_that_cannot_move_is_refused(

@@ -31,9 +31,7 @@ static int dispatch(uint32_t command, int64_t timeout_ns)
 			return EBUSY;
 		}
 		if (LOAD(&snapshim_mailbox.ipc_closed)) {
-			add_text("device memory that the job shares between processes is closed: it must be open before a "
-				 "thread "
-				 "may run");
+			add_text("device memory that processes share is closed: open it before a thread may run");
 			return EBUSY;
 		}
 		if (!memory_lets_run()) {

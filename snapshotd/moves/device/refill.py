@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from snapshotd.api.errors import Damaged, GpuFailed, RankGone, SnapshotError, Unreachable, Where
+from snapshotd.api.errors import Damaged, GpuFailed, RankGone, SnapshotError, Timeout, Unreachable, Where
 from snapshotd.holder.client import Holder
 from snapshotd.inprocess import devmem
 from snapshotd.inprocess import sharing as shared
@@ -99,7 +99,13 @@ async def on_source(image_dir: Path, move_log: MoveLog, holder: Holder) -> None:
 
     if any(await all_at_once(replaces, known.striped_processes)):
         await in_thread(sharing.close_again, known.cuda)
-    await all_at_once(back, known.striped_processes)
+    try:
+        await all_at_once(back, known.striped_processes)
+    except Timeout:
+        # A parked thread may hold what a call waits for. The threads may run if nothing is closed (`memory.bring_back`).
+        with contextlib.suppress(SnapshotError):
+            await in_thread(sharing.reopen, known.cuda)
+        raise
     await in_thread(sharing.reopen, known.cuda)
 
 

@@ -244,9 +244,10 @@ class Rollbacks:
         place, asked_s = (request.record, node.name), host.boottime_s()
         # The machine first: a call to one that is silent would take all of END_S.
         if node.name != self.node.config.node and not await answers(node.endpoint, if_unknown=True):
-            silent_s = host.boottime_s() - self._silent_since_s.setdefault(place, asked_s)
             why = f"node {node.name} at {node.endpoint} does not answer"
-            return Ended.CUT_OFF if node.name == fenced else job_rules.silent_node(silent_s), why
+            if (first_s := self._silent_since_s.setdefault(place, asked_s)) == asked_s:
+                return Ended.SILENT, why  # one attempt that is lost on the way says little
+            return Ended.CUT_OFF if node.name == fenced else job_rules.silent_node(asked_s - first_s), why
         self._silent_since_s.pop(place, None)
         try:
             async with self.node.client(node.name, node.endpoint) as client:

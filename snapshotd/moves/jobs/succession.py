@@ -287,8 +287,8 @@ class Succession:
             if known is None or (await in_thread(known.whole)).handed_to != successor:
                 raise WrongState(f"{former} coordinates the job itself", where=Where.UNTOUCHED)
             return True
-        # The machine first: a call to one that is silent would take all of ASK_S.
-        if not await answers(endpoint, if_unknown=True):
+        # The machine first: a call to one that is silent would take all of ASK_S. Twice: an attempt may be lost on the way.
+        if not await answers(endpoint, if_unknown=True) and not await answers(endpoint, if_unknown=True):
             return False
         try:
             async with self.node.client(former, endpoint) as client:
@@ -300,13 +300,13 @@ class Succession:
         except SnapshotError as error:
             raise WrongState(
                 f"the machine of {former}, which coordinates the job, is there: {error.headline}",
-                remedy=f"start snapshotd on {former}, then retry without --lost {former}",
+                remedy=f"start snapshotd on {former}, then retry, without --lost {former} if it was given",
                 where=Where.UNTOUCHED,
             ) from error
         if found.handed_to != successor:
             raise WrongState(
                 f"{former} answers, and coordinates the job",
-                remedy=f"retry without --lost {former}",
+                remedy=f"retry, without --lost {former} if it was given",
                 where=Where.UNTOUCHED,
             )
         return True

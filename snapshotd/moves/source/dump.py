@@ -49,7 +49,7 @@ from snapshotd.moves.source.twin_memory import TwinMemory
 from snapshotd.proc import cgroup, host, tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.runtime import metrics
-from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.blocking import in_own_thread, in_thread
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.runtime.logs import move_context
 from snapshotd.runtime.spans import span
@@ -314,7 +314,7 @@ class Dump:
                 if dumped:  # it only waits for another request
                     await in_thread(group.kill, 10)
                 else:
-                    await in_thread(image_fifos.end_criu, group, self.images, fifos.values())
+                    await in_own_thread(image_fifos.end_criu, group, self.images, fifos.values())
                 await process.wait()
                 group.remove()
         if not self.entry.group.frozen():
@@ -370,7 +370,7 @@ class Dump:
         """Removes what a dump, also one that crashed, leaves here: criu, its cgroup, its links, the images."""
         group = criu_group(move_log.move)
         with span("sweep"):
-            await in_thread(image_fifos.end_criu, group, images_folder(node, move_log.move))
+            await in_own_thread(image_fifos.end_criu, group, images_folder(node, move_log.move))
             group.remove()
             await in_thread(links.sweep, move_log.record.linked)
             await in_thread(shutil.rmtree, images_folder(node, move_log.move), ignore_errors=True)

@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 SPARE_FIFOS = 8
 #: How long criu may take to fail: it has to look at all processes of a large tree, or at none.
 FAIL_S = 20.0
-_LOOK_S = 0.01
+#: How often it is looked at, at first and after a second.
+_LOOK_S, _LATER_S = 0.01, 0.1
 
 
 def make(folder: Path, pids: list[int], opened: ExitStack) -> dict[str, int]:
@@ -55,12 +56,12 @@ def end_criu(group: Cgroup, folder: Path, readers: Iterable[int] = ()) -> None:
             os.dup2(end, fd, inheritable=False)
     finally:
         os.close(end)
-    deadline_s = time.monotonic() + FAIL_S
-    while group.pids() and time.monotonic() < deadline_s:
+    began_s = time.monotonic()
+    while group.pids() and (waited_s := time.monotonic() - began_s) < FAIL_S:
         for path in folder.glob("*.img"):
-            if path.is_fifo():  # criu may be waiting for somebody who opens it
+            if path.is_fifo():  # criu waits in open() until its FIFO has a reader
                 os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-        time.sleep(_LOOK_S)
+        time.sleep(_LOOK_S if waited_s < 1 else _LATER_S)
     if group.pids():
         log.warning("criu has not ended by itself in %.0f s: killing it, which may kill the rank as well", FAIL_S)
     group.kill(10)

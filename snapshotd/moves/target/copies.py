@@ -7,11 +7,11 @@ any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Usage
-from snapshotd.moves import job_rules, kept_files
+from snapshotd.moves import job_rules
 from snapshotd.moves.job_rules import Answer, CopyDecision
 from snapshotd.moves.jobs import asking, stored
 from snapshotd.moves.journal import MoveLog, check_move_id
@@ -20,14 +20,17 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.moves.target import preparing, resumed
 from snapshotd.moves.target.source_signature import SourceSignatures
-from snapshotd.runtime.blocking import in_thread, waiting_for_disk
+from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.transport.image.bulk_receiver import BulkReceivers
 
 
-async def prepare(node: Node, signatures: SourceSignatures, request: pb.PrepareRequest) -> MoveLog:
+async def prepare(
+    node: Node, signatures: SourceSignatures, request: pb.PrepareRequest, wanted: Callable[[], Awaitable[None]]
+) -> MoveLog:
     """Reserves room for a copy. Raises Full, with what is needed and what is free. A copy that the coordinator has not named,
-    because its version cannot, is of no user: no image is searched for its blocks."""
+    because its version cannot, is of no user: no image is searched for its blocks. `wanted` raises WrongState if the snapshot
+    was given up meanwhile."""
     facts, config = request.facts, node.config
     check_move_id(request.coordinator.record)
     if facts.source_node == config.node:
@@ -35,12 +38,11 @@ async def prepare(node: Node, signatures: SourceSignatures, request: pb.PrepareR
     said = await resumed.check_coordinator(node, request)
     await signatures.meet(facts.source_node, request.source_endpoint)
     await reach(Point.BEFORE_PREPARE)
-    needed_bytes = facts.memory_bytes + facts.carried_bytes + kept_files.ROOM_BYTES
-    with waiting_for_disk():
-        await in_thread(node.store.create_kept, request.move, needed_bytes)
     user_id = said.user_id if said.job else -1
     begin = preparing.begin_of(config, request, facts.source_node, user_id, kind="copy")
-    move_log = await in_thread(node.journal.begin, begin)
+    async with resumed.room(node, request.move, facts.memory_bytes + facts.carried_bytes):
+        await wanted()
+        move_log = await in_thread(node.journal.begin, begin)
     await in_thread(stored.write_facts, move_log, facts)
     await in_thread(move_log.mark, Mark.PREPARED, asked_copies=said.copies)
     await reach(Point.PREPARE)

@@ -107,7 +107,8 @@ class TargetSteps(TargetSettling):
         facts, config = request.facts, self.node.config
         check_rank_uid(facts.rank.uid)
         if request.keep:
-            move_log = await copies.prepare(self.node, self._signatures, request)
+            wanted = partial(self._preparing.must_be_wanted, request)
+            move_log = await copies.prepare(self.node, self._signatures, request, wanted)
             self.track(move_log)
             return _prepared(move_log)
         identity = identity_of(facts)
