@@ -220,13 +220,14 @@ def dump_request(images: Path, inner_pid: int, cgroup: Path, external: Sequence[
     return rpc.criu_req(type=rpc.DUMP, opts=options)
 
 
-def restore_request(images: Path, inherit: Sequence[tuple[str, int]]) -> rpc.criu_req:
+def restore_request(images: Path, inherit: Sequence[tuple[str, int]], *, keeps_pages: bool = False) -> rpc.criu_req:
     """Restores the tree, stopped as it was dumped, as a child of criu's parent, the keeper.
 
-    auto_dedup removes each page from the image as it is restored: the target never holds the rank twice."""
+    auto_dedup removes each page from the image as it is restored: the target never holds the rank twice. `keeps_pages`: the
+    files of pages are also those of another image, and stay as they are."""
     options = _options(images, "restore.log")
     options.rst_sibling = True
-    options.auto_dedup = True
+    options.auto_dedup = not keeps_pages
     options.leave_stopped = True  # even if a SIGCONT arrived between the freeze and the dump
     for key, fd in inherit:
         options.inherit_fd.append(rpc.inherit_fd(key=key, fd=fd))

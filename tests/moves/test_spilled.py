@@ -128,12 +128,12 @@ async def test_image_that_a_disk_has_changed_is_not_linked(place: Place, spilled
 def test_image_on_the_disk_is_not_linked_to_memory(place: Place, target_spilled: bool) -> None:
     move_log = place.begin(IMAGE)
     place.begin(TARGET, "target", "", spilled=target_spilled)
-    files = [place.store.path(IMAGE) / name for name in [*NAMES, "pages-1.img"]]
+    files = [place.store.path(IMAGE) / name for name in [*NAMES, "pages-1.img", "core-12.img"]]
     for path in files:
         path.write_bytes(path.name.encode())
     request = pb.SendRequest(image=IMAGE, move=TARGET, target_node="a")
-    left = Sending(place.node, move_log, request, Pacing())._link_stripes(files)
-    assert left == (files[2:] if target_spilled else files)
+    left = Sending(place.node, move_log, request, Pacing())._link(files)
+    assert left == (files[-1:] if target_spilled else files)
 
 
 @pytest.mark.parametrize("beside_image", [True, False])

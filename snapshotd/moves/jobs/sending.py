@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image.sender import Sender
 from snapshotd.transport.image.stall import Stall
 from snapshotd.transport.image.stream import Stream
+
+_PAGES = re.compile(r"(ahead-)?pages-[0-9-]{1,40}\.img")
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class Sending:
         self.expected_bytes = 0
         self.began_s = host.boottime_s()
         self.checked_bytes = 0  # compared with what was signed
+        self.linked_bytes = 0  # of pages, which the target reads, and does not get
         self.sealing = self.stalled = False
         self._stall = Stall(
             f"{node.config.node} has sent nothing of the image {move_log.move} to {request.target_node}"
@@ -94,7 +98,7 @@ class Sending:
             if request.target_node == self.node.config.node:
                 await self._must_be_whole(sink.made, files)
         if request.target_node == self.node.config.node:
-            files = await in_thread(self._link_stripes, files)  # into the target's folder: that may have no room
+            files = await in_thread(self._link, files)  # into the target's folder: that may have no room
         with readable(self.log, OSError, Unreadable):
             # Assigned once: `look` would take a smaller value for a stall.
             self.expected_bytes = await in_thread(size_bytes, files)
@@ -113,6 +117,9 @@ class Sending:
                 for path in files:
                     await self.sender.put_file(path.name, path)
             sent = await self.sender.finish()
+        if self.linked_bytes:
+            # What is reserved for the image ends with its seal. The restored rank needs as much.
+            self.node.store.promise(request.move, lambda: self.linked_bytes)
         self.sealing = True
         if self.log.ended_unix_s:
             # Before the target can answer that its copy runs: this node confirms then that the rank is there.
@@ -164,20 +171,23 @@ class Sending:
             if copy.waited_s:
                 self.waited = [pb.Part(name="limit", seconds=copy.waited_s)]
 
-    def _link_stripes(self, files: list[Path]) -> list[Path]:
-        """The target is this node: it gets device memory of a snapshot without a copy, and does not write to it. Returns the
-        files that are to be sent."""
+    def _link(self, files: list[Path]) -> list[Path]:
+        """The target is this node: it gets device memory and pages of a snapshot without a copy, and does not write to them
+        (target/restore.py). Returns the files that are to be sent."""
         target = self.node.journal.find(self.request.move)
         if target is None or target.begin.role != "target" or not self.log.begin.kind:
             return files
         folder = self.node.store.path(self.request.move)
         if folder.stat().st_dev != self.folder.stat().st_dev:
             return files  # one of them is on a disk
-        stripes = [path for path in files if stripe_files.NAME.fullmatch(path.name)]
-        for path in stripes:
+        pages = [path for path in files if _PAGES.fullmatch(path.name)]
+        linked = [*pages, *(path for path in files if stripe_files.NAME.fullmatch(path.name))]
+        for path in linked:
             with contextlib.suppress(FileExistsError):  # of an attempt whose answer was lost
                 (folder / path.name).hardlink_to(path)
-        return [path for path in files if path not in stripes]
+        if not self.node.store.on_disk(self.request.move):
+            self.linked_bytes = size_bytes(pages)
+        return [path for path in files if path not in linked]
 
     def _begin(self) -> Begin:
         """The move as the target has journalled it, for the channel and the signature."""

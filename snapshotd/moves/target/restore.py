@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from pathlib import Path
 
 from snapshotd import preflight
@@ -125,10 +126,12 @@ class Restore:
             entry.keeper_pid, entry.keeper_start_ticks = link.keeper.pid, link.keeper.start_ticks
             self.node.ranks.put(entry)
             inherit = [(item.key, item.fd) for item in link.info.inherit]
+            # A snapshot that is here shares them (jobs/sending.py), and stays.
+            keeps_pages = await in_thread(_shares_pages, folder)
             image_bytes = await in_thread(_image_bytes, folder)
             asking = session.ask(
                 keeper.ours,
-                session.restore_request(folder, inherit),
+                session.restore_request(folder, inherit, keeps_pages=keeps_pages),
                 log_path=folder / "restore.log",
                 timeout_s=RESTORE_S + RESTORE_GIB_S * image_bytes / 2**30,
                 where=Where.SOURCE_FROZEN,
@@ -139,6 +142,7 @@ class Restore:
             keeper.ours.close()
             with span("end criu"):
                 await in_thread(keeper.wait)
+            self.node.store.withdraw(begin.move)  # what the copy needs, it has
         with span("hold"):
             root = await in_thread(tree.find_child, link.keeper.pid, answer.restore.pid, STOP_S)
             await in_thread(_hold, group)
@@ -363,6 +367,12 @@ def _shares_files(node: Node, begin: Begin) -> bool:
 
 def _free_ghosts(folder: Path) -> list[links.Ghost]:
     return links.free(images.ghosts(folder))
+
+
+def _shares_pages(folder: Path) -> bool:
+    """Whether a file of pages is also elsewhere than in the folders that `layers.build` makes."""
+    inside = Counter(path.stat().st_ino for path in folder.rglob("*pages-*.img"))
+    return any(path.stat().st_nlink > inside[path.stat().st_ino] for path in folder.glob("*pages-*.img"))
 
 
 def _image_bytes(folder: Path) -> int:

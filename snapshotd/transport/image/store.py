@@ -239,6 +239,7 @@ class ImageStore:
             self._receiving.pop(move, None)
             self._sealed.pop(move, None)
             self._leftovers.discard(move)
+        self.withdraw(move)
 
     def drop_soon(self, move: str) -> None:
         """Drops in the background: freeing a large image takes seconds. A request for memory waits for it."""
@@ -268,14 +269,16 @@ class ImageStore:
             self.drop_soon(move)
 
     def held_bytes(self) -> int:
-        """Memory that images use on this node."""
-        held_bytes = 0
+        """Memory that images use on this node. A file that several of them share counts once."""
+        found: dict[int, int] = {}  # by inode
         for directory in self._root.iterdir():
             if not MOVE_NAME.fullmatch(directory.name):
                 continue
             with suppress(FileNotFoundError):  # dropped in the meantime
-                held_bytes += sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(directory))
-        return held_bytes
+                for entry in os.scandir(directory):
+                    status = entry.stat(follow_symlinks=False)
+                    found[status.st_ino] = status.st_blocks * 512
+        return sum(found.values())
 
     def room_bytes(self) -> int:
         """Memory that is free and not reserved for a move.
