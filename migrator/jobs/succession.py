@@ -162,7 +162,7 @@ async def _adopt(
         copies=record.copies,
     )
     async with cluster.client(successor) as client:
-        await client.job.Adopt(request, timeout_s=30)
+        await client.job.Adopt(request, timeout_s=60)
         listed = await client.job.List(pb.ListJobsRequest(), timeout_s=ASK_TIMEOUT_S)
     return JobEntry(successor, next(one for one in listed.jobs if one.record == record.record))
 

@@ -52,9 +52,20 @@ async def test_machine_is_silent_if_no_answer_comes(waits: None) -> None:
     assert await both(NOWHERE, 0.05) == (False, False)
 
 
-async def test_nothing_is_known_if_this_machine_stood_still(waits: None) -> None:
-    asyncio.get_running_loop().call_later(0.01, time.sleep, machines.LATE_S + 0.3)
-    assert await answers(NOWHERE, 0.05, if_unknown=True)
+@pytest.mark.parametrize(("times", "known"), [(1, True), (9, False)])
+async def test_probe_in_which_this_machine_stood_still_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, times: int, known: bool
+) -> None:
+    left = [times]
+
+    async def stands_still(*_args: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            time.sleep(machines.LATE_S + 0.3)
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(asyncio, "open_connection", stands_still)
+    assert await answers(NOWHERE, 0.05, if_unknown=True) != known
 
 
 async def test_nothing_is_known_if_a_name_is_not_found(there: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +83,26 @@ async def test_slow_name_server_does_not_make_a_machine_silent(there: int, monke
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", slow)
     assert await both(f"node-7:{there}", 0.1) == (False, True), "who cannot wait is told at once"
+
+
+async def test_address_that_this_machine_cannot_use_says_nothing(waits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may have one of IPv6, which is off here: its machine is lost all the same."""
+    others = asyncio.open_connection
+
+    async def off(address: str, port: int) -> Any:
+        if ":" in address:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return await others(address, port)
+
+    async def names(*_args: Any, **_options: Any) -> Any:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 1)) for address in found]
+
+    monkeypatch.setattr(asyncio, "open_connection", off)
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names)
+    found = ["10.0.0.7", "fd00::7"]
+    assert await both("node-7:1", 0.05) == (False, False)
+    found = ["fd00::7"]
+    assert await both("node-7:1", 0.05) == (False, True), "no address was tried"
 
 
 async def test_nothing_is_known_without_a_free_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:

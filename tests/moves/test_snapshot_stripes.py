@@ -11,12 +11,14 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed, WrongState
+from snapshotd.criu import session
 from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.jobs.pacing import Pacing
 from snapshotd.moves.jobs.sending import Sending
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.record import Begin
 from snapshotd.moves.saved import Late, Saved
+from snapshotd.moves.target import restore
 from snapshotd.transport.image.spill import SpillingStore
 
 IMAGE, TARGET = "m-000000000001", "m-000000000002"
@@ -114,3 +116,59 @@ async def test_image_of_a_snapshot_that_is_given_up_is_not_sent(place: Place) ->
     saving.cancel()
     with pytest.raises(WrongState, match="given up"):
         await sending
+
+
+def test_room_for_a_rank_whose_pages_were_linked_is_kept_until_it_has_them(place: Place) -> None:
+    """What is reserved for its image ends with the seal."""
+    place.begin(TARGET, "target", "")
+    for path in place.files:
+        path.write_bytes(b"p" * 8192)
+    request = pb.SendRequest(image=IMAGE, move=TARGET, target_node="a")
+    before_bytes = place.store.reserved_bytes()
+    sending = Sending(place.node, place.log, request, Pacing())
+    sending._link(place.files)
+    with sending._room_for_linked():
+        assert place.store.reserved_bytes() == before_bytes + 2 * 8192, "its two files of pages"
+        assert place.store.seal(TARGET, []) == []
+    assert place.store.reserved_bytes() >= 2 * 8192
+    place.store.drop(TARGET)
+    assert place.store.reserved_bytes() < 2 * 8192
+
+
+def test_room_is_given_up_if_the_seal_is_refused(place: Place) -> None:
+    place.begin(TARGET, "target", "")
+    place.files[2].write_bytes(b"p" * 8192)
+    request = pb.SendRequest(image=IMAGE, move=TARGET, target_node="a")
+    before_bytes = place.store.reserved_bytes()
+    sending = Sending(place.node, place.log, request, Pacing())
+    sending._link(place.files)
+    with pytest.raises(WrongState), sending._room_for_linked():
+        raise WrongState("dropped meanwhile")
+    assert place.store.reserved_bytes() == before_bytes
+
+
+def test_file_that_two_images_share_counts_once(place: Place) -> None:
+    place.files[2].write_bytes(b"p" * 8192)
+    held_bytes = place.store.held_bytes()
+    place.begin(TARGET, "target", "")
+    assert place.left_to_send() == ["core-12.img"]
+    assert place.store.held_bytes() == held_bytes
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_pages_are_kept_if_another_image_has_them(tmp_path: Path, outside: bool) -> None:
+    """Links inside the folder, of pages that processes share, are no other image."""
+    folder, kept = tmp_path / "image", tmp_path / "kept"
+    (folder / "parent" / "parent").mkdir(parents=True)
+    kept.mkdir()
+    (folder / "pages-1.img").write_bytes(b"p")
+    for name in ("pages-1.img", "parent/pages-7.img", "parent/parent/pages-9.img"):
+        target = folder / name
+        if not target.exists():
+            target.hardlink_to(folder / "pages-1.img")
+    if outside:
+        (kept / "pages-1.img").hardlink_to(folder / "pages-1.img")
+    shares = restore._shares_pages(folder)
+    assert shares == outside
+    asked = session.restore_request(folder, [], keeps_pages=shares)
+    assert asked.opts.auto_dedup != outside

@@ -117,9 +117,6 @@ class Sending:
                 for path in files:
                     await self.sender.put_file(path.name, path)
             sent = await self.sender.finish()
-        if self.linked_bytes:
-            # What is reserved for the image ends with its seal. The restored rank needs as much.
-            self.node.store.promise(request.move, lambda: self.linked_bytes)
         self.sealing = True
         if self.log.ended_unix_s:
             # Before the target can answer that its copy runs: this node confirms then that the rank is there.
@@ -127,8 +124,23 @@ class Sending:
             await in_thread(self.log.mark, Mark.SETTLED, resumed_node=node, resumed_endpoint=endpoint)
         if signed is not None:
             sink.made = await signed
-        if damaged := await sink.seal(sent):
+        with self._room_for_linked():
+            damaged = await sink.seal(sent)
+        if damaged:
             raise Damaged(f"these images arrived damaged: {', '.join(damaged)}", where=Where.UNKNOWN)
+
+    @contextlib.contextmanager
+    def _room_for_linked(self) -> Iterator[None]:
+        """What is reserved for an image ends with its seal. Of one whose pages were linked the restored rank still needs as
+        much. Ends with its restore, or with its image."""
+        store, move = self.node.store, self.request.move
+        if self.linked_bytes:
+            store.promise(move, lambda: self.linked_bytes)
+        try:
+            yield
+        finally:
+            if self.linked_bytes and not store.sealed(move):  # refused, or dropped meanwhile
+                store.withdraw(move)
 
     async def _must_be_whole(self, made: pb.MadeImage | None, files: Sequence[Path]) -> None:
         """The target is this node, and looks at nothing that it has sent to itself. In its memory nothing has changed."""

@@ -142,7 +142,7 @@ class Restore:
             keeper.ours.close()
             with span("end criu"):
                 await in_thread(keeper.wait)
-            self.node.store.withdraw(begin.move)  # what the copy needs, it has
+                await in_thread(self.node.store.withdraw, begin.move)  # what the copy needs, it has
         with span("hold"):
             root = await in_thread(tree.find_child, link.keeper.pid, answer.restore.pid, STOP_S)
             await in_thread(_hold, group)
