@@ -173,7 +173,7 @@ def test_threads_stay_parked_while_shared_memory_is_closed(start_job: Start) -> 
     with pytest.raises(GpuFailed, match="not parked"):
         shared(guest).close()
     close(owner, guest)
-    with pytest.raises(GpuFailed, match="must be open before a thread may run"):
+    with pytest.raises(GpuFailed, match="open it before a thread may run"):
         guest.release()
     assert guest.mailbox().state().parked
     reopen(owner, guest)
@@ -184,7 +184,7 @@ def test_owner_stays_parked_until_its_memory_is_offered_again(start_job: Start) 
     handle = said(owner, "share 0")
     owner.offload()
     owner.fill()
-    with pytest.raises(GpuFailed, match="must be open before a thread may run"):
+    with pytest.raises(GpuFailed, match="open it before a thread may run"):
         owner.release()
     reopen(owner)
     assert said(start_job(), f"open {handle}").startswith("0x")
