@@ -13,7 +13,7 @@ import pytest
 from integration.harness import MIGRATOR, PATIENCE_S, Asked, Cluster, until
 
 #: Each of these tests takes minutes, and all of them take half of the suite's time.
-WHOLE_JOBS = pytest.mark.sampled(14, group="whole jobs")
+WHOLE_JOBS = pytest.mark.sampled(9, group="whole jobs")
 #: On a test of such a file: it is the one of its kind, and runs always.
 EVERY_DAY = pytest.mark.sampled(1)
 

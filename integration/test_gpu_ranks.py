@@ -73,7 +73,7 @@ def test_job_moves_around_three_nodes_twice(lab: GpuCluster) -> None:
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(5, group="GPU ranks")
+@pytest.mark.sampled(3, group="GPU ranks")
 def test_job_does_not_run_between_lock_and_commit(lab: GpuCluster) -> None:
     """At each point from the checkpoint to the outcome, on both nodes, the job makes no step."""
     for node, point in (
@@ -93,7 +93,7 @@ def test_job_does_not_run_between_lock_and_commit(lab: GpuCluster) -> None:
         lab.ends_well(job)
 
 
-@pytest.mark.sampled(5, group="GPU ranks")
+@pytest.mark.sampled(3, group="GPU ranks")
 def test_gpu_driver_is_not_called_for_a_cpu_rank(lab: GpuCluster) -> None:
     for node in (SOURCE, TARGET):  # a call would hang
         for operation in ("state", "lock", "checkpoint"):
@@ -108,7 +108,7 @@ def test_gpu_driver_is_not_called_for_a_cpu_rank(lab: GpuCluster) -> None:
 # ---------------------------------------------------------------- choice of a GPU
 
 
-@pytest.mark.sampled(5, group="GPU ranks")
+@pytest.mark.sampled(3, group="GPU ranks")
 def test_rank_gets_the_requested_gpu(lab: GpuCluster) -> None:
     lab.give(TARGET, *gpus("two", count=3))
     lab.give(SOURCE, *gpus("one", count=1))
@@ -125,7 +125,7 @@ def test_rank_gets_the_requested_gpu(lab: GpuCluster) -> None:
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(5, group="GPU ranks")
+@pytest.mark.sampled(3, group="GPU ranks")
 def test_concurrent_moves_to_a_node_get_different_gpus(lab: GpuCluster) -> None:
     lab.give(TARGET, *gpus("pair", count=2))
     until("the daemon to see them", lambda: len(lab.shown(TARGET)["gpus"]) == 2)
@@ -176,7 +176,7 @@ def test_preflight_refuses_before_the_driver_is_locked(
     job.await_progress()
 
 
-@pytest.mark.sampled(5, group="GPU ranks")
+@pytest.mark.sampled(3, group="GPU ranks")
 def test_gpu_without_free_memory_is_refused(lab: GpuCluster) -> None:
     job, hog = lab.job(SOURCE), lab.job(TARGET, "--idle-mib", "4000")
     job.await_lines(5)
@@ -220,7 +220,7 @@ def test_driver_error_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: str,
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(5, group="GPU ranks")
+@pytest.mark.sampled(3, group="GPU ranks")
 def test_managed_memory_that_preflight_cannot_see_is_undone(lab: GpuCluster) -> None:
     """The fake's managed memory has no mapping that preflight could find. Preflight warns, and the driver fails."""
     job = lab.job(SOURCE, "--managed-mib", "4")
@@ -247,7 +247,7 @@ def test_killed_helper_does_not_stop_the_move(lab: GpuCluster, node: str, operat
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(5, group="GPU ranks")
+@pytest.mark.sampled(3, group="GPU ranks")
 def test_rank_waits_frozen_until_its_gpu_has_room(lab: GpuCluster) -> None:
     """The undo finds the GPU full. It reports that and retries, and the job continues once there is room."""
     job = lab.job(SOURCE, "--mib", "256", "--blocks", "1")
@@ -272,7 +272,7 @@ def test_rank_waits_frozen_until_its_gpu_has_room(lab: GpuCluster) -> None:
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(5, group="GPU ranks")
+@pytest.mark.sampled(3, group="GPU ranks")
 def test_rank_is_ended_if_the_driver_loses_its_memory(lab: GpuCluster) -> None:
     """The rank cannot continue: it is ended, its launcher sees that, and the error gives the reason."""
     job = lab.job(SOURCE)
