@@ -247,7 +247,7 @@ class Rollbacks:
             why = f"node {node.name} at {node.endpoint} does not answer"
             if (first_s := self._silent_since_s.setdefault(place, asked_s)) == asked_s:
                 return Ended.SILENT, why  # one attempt that is lost on the way says little
-            found = Ended.CUT_OFF if node.name == fenced else job_rules.silent_node(asked_s - first_s)
+            found = Ended.CUT_OFF if node.name == fenced else job_rules.silent_node(host.boottime_s() - first_s)
             # Twice in a row at last: between two that were lost the node may have been heard.
             if found is not Ended.CUT_OFF or not await answers(node.endpoint, if_unknown=True):
                 return found, why
