@@ -1,7 +1,7 @@
 """A dump that is given up at any moment leaves the processes as they were: criu ends by itself, and is not killed.
 
 With real criu, outside a lab, so that there are many moments. Criu that was killed while it had its code in a process
-killed that process too, in one of twenty rounds: the sample of every run finds that in half of the runs, `--whole` always.
+killed that process too, in one of twenty rounds: a sample should find that every other time, `--whole` nearly always.
 """
 
 from __future__ import annotations

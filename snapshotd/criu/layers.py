@@ -16,7 +16,7 @@ import itertools
 import os
 import shutil
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,6 +57,12 @@ def build(folder: Path, described: Mapping[int, int]) -> int:
     except (OSError, ValueError) as error:
         raise Damaged(f"pages that an image leaves out cannot be found: {error}", where=Where.SOURCE_FROZEN) from error
     return max(len(chain) for chain in chains) - 1
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether another image has a file of pages of this one, too, beside the folders that `build` makes. Blocking."""
+    inside = Counter(path.stat().st_ino for path in folder.rglob("*pages-*.img"))
+    return any(path.stat().st_nlink > inside[path.stat().st_ino] for path in folder.glob("*pages-*.img"))
 
 
 def _parents(folder: Path) -> dict[int, int]:

@@ -11,14 +11,13 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed, WrongState
-from snapshotd.criu import session
+from snapshotd.criu import layers, session
 from snapshotd.moves.jobs.images import StoredImages
 from snapshotd.moves.jobs.pacing import Pacing
 from snapshotd.moves.jobs.sending import Sending
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.record import Begin
 from snapshotd.moves.saved import Late, Saved
-from snapshotd.moves.target import restore
 from snapshotd.transport.image.spill import SpillingStore
 
 IMAGE, TARGET = "m-000000000001", "m-000000000002"
@@ -168,7 +167,7 @@ def test_pages_are_kept_if_another_image_has_them(tmp_path: Path, outside: bool)
             target.hardlink_to(folder / "pages-1.img")
     if outside:
         (kept / "pages-1.img").hardlink_to(folder / "pages-1.img")
-    shares = restore._shares_pages(folder)
+    shares = layers.is_shared(folder)
     assert shares == outside
     asked = session.restore_request(folder, [], keeps_pages=shares)
     assert asked.opts.auto_dedup != outside

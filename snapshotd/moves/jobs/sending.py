@@ -28,6 +28,7 @@ from snapshotd.transport.image.sender import Sender
 from snapshotd.transport.image.stall import Stall
 from snapshotd.transport.image.stream import Stream
 
+#: Files that a target only reads (`criu.layers.is_shared`).
 _PAGES = re.compile(r"(ahead-)?pages-[0-9-]{1,40}\.img")
 
 log = logging.getLogger(__name__)

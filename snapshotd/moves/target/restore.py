@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from pathlib import Path
 
 from snapshotd import preflight
@@ -127,7 +126,7 @@ class Restore:
             self.node.ranks.put(entry)
             inherit = [(item.key, item.fd) for item in link.info.inherit]
             # A snapshot that is here shares them (jobs/sending.py), and stays.
-            keeps_pages = await in_thread(_shares_pages, folder)
+            keeps_pages = await in_thread(layers.is_shared, folder)
             image_bytes = await in_thread(_image_bytes, folder)
             asking = session.ask(
                 keeper.ours,
@@ -367,12 +366,6 @@ def _shares_files(node: Node, begin: Begin) -> bool:
 
 def _free_ghosts(folder: Path) -> list[links.Ghost]:
     return links.free(images.ghosts(folder))
-
-
-def _shares_pages(folder: Path) -> bool:
-    """Whether a file of pages is also elsewhere than in the folders that `layers.build` makes."""
-    inside = Counter(path.stat().st_ino for path in folder.rglob("*pages-*.img"))
-    return any(path.stat().st_nlink > inside[path.stat().st_ino] for path in folder.glob("*pages-*.img"))
 
 
 def _image_bytes(folder: Path) -> int:
