@@ -115,12 +115,5 @@ def _several(parts: list[list[Range]], *, read_already: bool) -> list[Range]:
 
 def _offsets(present: list[Range], pages: list[Range]) -> list[Range]:
     """Where these pages lie in the file, which has all of `present` in this order."""
-    found = []
-    ranges = iter(present)
-    (first, last), offset = next(ranges), 0
-    for start, end in page_ranges.common(present, pages):
-        while last <= start:
-            offset += last - first
-            first, last = next(ranges)
-        found.append((offset + start - first, offset + end - first))
-    return page_ranges.joined(found)
+    pieces = pagemap_image.located(present, pages)
+    return page_ranges.joined((offset, offset + length) for offset, _, length in pieces)

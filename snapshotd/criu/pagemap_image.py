@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from pycriu.images import magic, pb
 
 from snapshotd.criu import page_ranges
-from snapshotd.criu.page_ranges import Range
+from snapshotd.criu.page_ranges import Range, Ranges
 
 PAGE_BYTES = 4096
 IN_PARENT, LAZY, PRESENT = 1, 2, 4
@@ -24,6 +24,9 @@ _HEADER = struct.pack("<II", magic.by_name["IMG_COMMON"], magic.by_name["PAGEMAP
 _SIZE = struct.Struct("<I")
 #: No process has memory beyond this address (57 bits, of which user space has the lower half).
 _LAST = 1 << 56
+
+#: A piece of a file of pages: its offset, the address at which it belongs, and its length.
+Piece = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,17 @@ def encode(pagemap: Pagemap) -> bytes:
         message = entry.SerializeToString()
         parts += (_SIZE.pack(len(message)), message)
     return b"".join(parts)
+
+
+def located(present: Ranges, wanted: Ranges) -> Iterator[Piece]:
+    """Where these addresses lie in a file that has all of `present` in this order."""
+    ranges = iter(present)
+    (first, last), offset = next(ranges, (0, 0)), 0
+    for start, end in page_ranges.common(present, wanted):
+        while last <= start:
+            offset += last - first
+            first, last = next(ranges)
+        yield offset + start - first, start, end - start
 
 
 def _messages(content: bytes) -> Iterator[bytes]:

@@ -119,14 +119,15 @@ class PageFrames:
 
 
 def private_mappings(text: bytes, *, plain: bool = False) -> list[Range]:
-    """The ordinary private mappings in /proc/PID/maps, neighbours joined. `plain`: only those that can be read, not executed,
-    and have no file, which could be one of huge pages, or of a file system that a user serves."""
+    """The ordinary private mappings in /proc/PID/maps, neighbours joined. `plain`: only those that can be read and written, not
+    executed, and have no file, which could be one of huge pages, or of a file system that a user serves. Into others not every
+    kernel lets another process write (proc_mem.force_override)."""
     found = [
         (int(start, 16), int(end, 16))
         for start, end, rights, inode, name in _MAPPING.findall(text)
         if rights.endswith(b"p")
         and not _SPECIAL.match(name)
-        and (not plain or (inode == b"0" and rights.startswith(b"r") and b"x" not in rights))
+        and (not plain or (inode == b"0" and rights.startswith(b"rw-")))
     ]
     return page_ranges.joined(found)
 

@@ -55,6 +55,7 @@ class Point(StrEnum):
     FILES_PUT_BACK = "files-put-back"  # after a rollback: the rank's files are as they were; nothing is restored yet
     KEEPER_STARTED = "keeper-started"  # the guest keeper runs, and this daemon does not know its pid yet
     RESTORING = "restoring"  # criu restore is running
+    PLACING = "placing"  # criu has restored; memory that it has left out is placed
     CUDA_RESTORED = "cuda-restored"  # the driver has restored device memory on the target's GPU, still locked
     REFILLED = "memory-refilled"  # the stripes are on the GPU too, unlocked
     RESTORED = "restored"  # criu has finished; not yet journalled as held

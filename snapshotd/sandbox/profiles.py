@@ -171,10 +171,10 @@ class Profile(Enum):
         allowed=tuple((_ON_DESCRIPTORS + " ioctl preadv2").split()),
         files=landlock.READING | landlock.WRITING | landlock.EXECUTE | landlock.IOCTL_DEV,
     )
-    #: Copies memory of a twin into a file: only the two descriptors that it is given.
+    #: Copies memory of a process into a file, or back: only the two descriptors that it is given.
     COPIER = _Profile(
         denied=(_NO_OWNERS,),
-        allowed=tuple((_ON_DESCRIPTORS + " preadv2 pwrite64").split()),
+        allowed=tuple((_ON_DESCRIPTORS + " preadv2 pwrite64 fallocate").split()),
         files=landlock.READING | landlock.WRITING | landlock.EXECUTE | landlock.IOCTL_DEV,
     )
     #: Sends or receives a stripe of device memory over connections that it is given; one file.

@@ -41,6 +41,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "execveat": (322, 281),
     "exit": (60, 93),
     "exit_group": (231, 94),
+    "fallocate": (285, 47),
     "fanotify_init": (300, 262),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),

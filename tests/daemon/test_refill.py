@@ -171,9 +171,10 @@ async def test_stripe_files_of_ended_moves_are_removed(source: Source, tmp_path:
 
 
 def test_image_bytes_count_only_files_that_criu_reads(tmp_path: Path) -> None:
-    for name in ("pages-1.img", "core-1.img", "carry-0", "device-1-0", "device-1-0.done", "follow-device-1-0"):
+    others = ("carry-0", "device-1-0", "device-1-0.done", "follow-device-1-0", "ahead-pages-7-1.img")
+    for name in ("pages-1.img", "core-1.img", "ahead-pages-8-1.img", *others):
         (tmp_path / name).write_bytes(os.urandom(MIB))
-    assert 2 * MIB <= restore._image_bytes(tmp_path) < 2 * MIB + (64 << 10)
+    assert 3 * MIB <= restore._image_bytes(tmp_path, {"ahead-pages-7-1.img"}) < 3 * MIB + (64 << 10)
 
 
 class Arriving:

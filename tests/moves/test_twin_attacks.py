@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from snapshotd.criu import page_ranges
+from snapshotd.moves import page_copy
 from snapshotd.moves.saved import Late, Saved
-from snapshotd.moves.source import twin_copy, twin_memory
+from snapshotd.moves.source import twin_memory
 from snapshotd.moves.source.twin_memory import TwinMemory
 from snapshotd.moves.source.twins import Twin
 from snapshotd.proc import privileges, stat, tree
@@ -188,7 +189,7 @@ def copiers() -> list[int]:
     for pid in tree.children(os.getpid()):
         try:
             words = read_text(f"/proc/{pid}/cmdline").split("\0")
-            if "snapshotd.moves.source.twin_copy_child" in words and not stat.read(pid).dead:
+            if "snapshotd.moves.page_copy_child" in words and not stat.read(pid).dead:
                 ours.append(pid)
         except GONE:
             continue
@@ -218,7 +219,7 @@ async def test_page_that_never_arrives_hangs_no_more_than_a_child(silent: Rank) 
 async def test_copy_that_gets_no_answer_is_given_up(silent: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     made = found(silent)
     assert silent.tell() == "done"
-    monkeypatch.setattr(twin_copy, "LIMIT_S", 0.5)
+    monkeypatch.setattr(page_copy, "LIMIT_S", 0.5)
     assert "did not answer within" in (await saved(silent, made)).failure
 
 
@@ -247,10 +248,10 @@ def test_twin_that_was_a_set_user_id_program_is_not_used(dumpable: bool) -> None
     """One that has given up its rights has the ids of the rank's user, but the kernel gives its memory to root."""
     with user_process(dumpable=True) as rank, user_process(dumpable=dumpable) as twin:
         if dumpable:
-            os.close(twin_copy.opened(Twin(rank.pid, rank.pid, twin)))
+            os.close(twin_memory.opened(Twin(rank.pid, rank.pid, twin)))
         else:
             with pytest.raises(PermissionError, match="not that of the rank"):
-                twin_copy.opened(Twin(rank.pid, rank.pid, twin))
+                twin_memory.opened(Twin(rank.pid, rank.pid, twin))
 
 
 @contextlib.contextmanager

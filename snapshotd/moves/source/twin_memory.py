@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Collection, Sequence
@@ -18,14 +19,15 @@ from snapshotd.api.errors import Full, SnapshotError
 from snapshotd.criu import page_ranges, pagemap_image
 from snapshotd.criu.below import Layer, ahead_pages_name
 from snapshotd.criu.page_ranges import Range
+from snapshotd.moves import page_copy
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
+from snapshotd.moves.page_copy import PageCopy
 from snapshotd.moves.saved import Late, Saved
-from snapshotd.moves.source import twin_copy, twins
+from snapshotd.moves.source import twins
 from snapshotd.moves.source.large_memory import LEAST_BYTES, readers
-from snapshotd.moves.source.twin_copy import Copy
 from snapshotd.moves.source.twins import Twin
-from snapshotd.proc import host
+from snapshotd.proc import host, status
 from snapshotd.proc.files import GONE
 from snapshotd.proc.memory import memory_room
 from snapshotd.proc.page_frames import PAGE_BYTES, NotSupported, PageFrames, unchanged
@@ -134,12 +136,17 @@ class TwinMemory:
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _copy(self, one: Shared) -> None:
-        copy, done = Copy(one.twin, one.memory, one.layer.pages, self._path(one), self._written), False
+        copy, done = PageCopy(f"the twin of process {one.twin.of}"), False
+        file = await in_thread(_new_file, self._path(one))
         try:
-            await copy.run(readers())
+            await copy.start(readers())
+            await copy.copy(page_copy.SAVE, one.memory, file, page_copy.packed(one.layer.pages), self._written)
             done = True
         finally:
-            await copy.close(keep=done)
+            await copy.close()
+            # A child that hangs has the file open: it gives up its memory.
+            await in_thread(os.ftruncate, file, one.bytes if done else 0)
+            os.close(file)
 
     async def _watch(self) -> None:
         """The rank needs more memory while it writes what its twins have. Before its limit kills it, the twins end."""
@@ -179,12 +186,17 @@ class TwinMemory:
         await in_thread(self._end)
 
 
+def _new_file(path: Path) -> int:
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
 def _shared(twin: Twin) -> Shared | None:
     """None: not worth it, or not possible; criu dumps all of it."""
     if PAGE_BYTES != pagemap_image.PAGE_BYTES:  # on some arm64 machines
         return None
     try:
-        memory = twin_copy.opened(twin)  # before anything is compared
+        memory = opened(twin)  # before anything is compared
         try:
             pages = _same_pages(twin)
         except BaseException:
@@ -197,6 +209,29 @@ def _shared(twin: Twin) -> Shared | None:
         os.close(memory)
         return None
     return Shared(twin, Layer(pid=twin.inner_pid, pages=pages, rounds=[pages]), memory)
+
+
+def opened(twin: Twin) -> int:
+    """A descriptor of the twin's memory. Raises OSError if it is not, or not certainly, the memory of a process that is the
+    rank's user's alone: the user decides what becomes of a twin.
+
+    The pages must be compared after this: if the twin executes a program before the descriptor is opened, it shares no page
+    with the rank any more. The other checks are made after the file was opened, as in foreign_memory_child.py.
+    """
+    pid = twin.process.pid
+    memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found, rank = status.read(pid), status.read(twin.of)
+        # A program that had more rights, and has given them up, is not dumpable: the kernel gives its files to root.
+        owner = os.stat(f"/proc/{pid}/mem").st_uid
+        if not twin.process.alive():
+            raise ProcessLookupError(errno.ESRCH, "it has ended")
+        if (found.user_ids, found.group_ids) != (rank.user_ids, rank.group_ids) or owner != rank.user_id:
+            raise PermissionError(errno.EPERM, "its user is not that of the rank")
+    except BaseException:
+        os.close(memory)
+        raise
+    return memory
 
 
 def _same_pages(twin: Twin) -> list[Range]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import CriuFailed, Where
-from snapshotd.criu import images, layers, links, session, verify
+from snapshotd.criu import images, layers, links, placed, session, verify
+from snapshotd.criu.placed import PlacedPages
 from snapshotd.cuda.driver import Pair
 from snapshotd.files.as_user import User, file_user
-from snapshotd.keepers import relay_keys
 from snapshotd.keepers.link import KeeperLink
-from snapshotd.keepers.ranks import RankEntry, cgroup_for_guest
+from snapshotd.keepers.ranks import cgroup_for_guest
 from snapshotd.moves import affinity, closed_manifest, tree_facts
 from snapshotd.moves.carry import Made
 from snapshotd.moves.closed_manifest import Placed
@@ -31,16 +32,16 @@ from snapshotd.moves.device.takeover import TakeOver
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, socket_options
-from snapshotd.moves.peers.forwarding import moved_listeners
 from snapshotd.moves.record import Begin, Fields
 from snapshotd.moves.record_parts import ClusterNode, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
-from snapshotd.moves.target import arrived_image, changed_files, comparison, guest_keeper
+from snapshotd.moves.target import arrived_image, changed_files, comparison, guest_entry, guest_keeper
 from snapshotd.moves.target.changed_files import Settled
 from snapshotd.moves.target.limits import set_limits
+from snapshotd.moves.target.placing import Placing
+from snapshotd.moves.target.waiting_keepers import WaitingKeeper
 from snapshotd.moves.tree_facts import TreeFacts
-from snapshotd.net.places import Places
-from snapshotd.proc import gpu_cpus, host, oom_score, tree
+from snapshotd.proc import gpu_cpus, oom_score, tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -84,10 +85,10 @@ class Restore:
                 self.files = await in_thread(changed_files.put_back, self.node, self.log, folder, image, described)
             await reach(Point.FILES_PUT_BACK)
         with span("place files"):
-            await self._place_and_mend(folder, image)
+            below = await self._place_and_mend(folder, image)
         placing = asyncio.create_task(in_thread(self._place_closed, folder, image))  # criu needs none of these files
         try:
-            held = await self._restore(folder, image, described, parts, incoming, fills)
+            held = await self._restore(folder, image, described, below, parts, incoming, fills)
             await placing
         finally:
             await asyncio.gather(placing, return_exceptions=True)
@@ -98,6 +99,7 @@ class Restore:
         folder: Path,
         image: ImageDescription,
         described: TreeFacts,
+        below: Sequence[PlacedPages],
         parts: Parts,
         incoming: Incoming | None,
         fills: Fills | TakeOver | None,
@@ -112,7 +114,7 @@ class Restore:
         with span("rewrite sockets"):
             rewritten = await in_thread(connections.rewrite, folder, rewires)
         group = cgroup_for_guest(begin.rank_uid, begin.move)
-        entry = self._entry(image, group)
+        entry = guest_entry.of(self.log, image, group, rewires, nodes)
         # Before there is a keeper: one whose move is not registered is not wanted, and ends.
         self.node.ranks.put(entry)
         with span("start keeper"):
@@ -124,28 +126,10 @@ class Restore:
         try:
             entry.keeper_pid, entry.keeper_start_ticks = link.keeper.pid, link.keeper.start_ticks
             self.node.ranks.put(entry)
-            inherit = [(item.key, item.fd) for item in link.info.inherit]
-            # A snapshot that is here shares them (jobs/sending.py), and stays.
-            keeps_pages = await in_thread(layers.is_shared, folder)
-            image_bytes = await in_thread(_image_bytes, folder)
-            asking = session.ask(
-                keeper.ours,
-                session.restore_request(folder, inherit, keeps_pages=keeps_pages),
-                log_path=folder / "restore.log",
-                timeout_s=RESTORE_S + RESTORE_GIB_S * image_bytes / 2**30,
-                where=Where.SOURCE_FROZEN,
-                on_notify=_on_notify,
-            )
-            answer = await parts.time("criu-restore", asking, image_bytes)
+            root_pid = await self._fill(folder, below, link, keeper, group, parts)
         finally:
-            keeper.ours.close()
-            with span("end criu"):
-                await in_thread(keeper.wait)
-                await in_thread(self.node.store.withdraw, begin.move)  # what the copy needs, it has
-        with span("hold"):
-            root = await in_thread(tree.find_child, link.keeper.pid, answer.restore.pid, STOP_S)
-            await in_thread(_hold, group)
-            await in_thread(oom_score.spare_no_user, group.pids())
+            await in_thread(self.node.store.withdraw, begin.move)  # what the copy needs, it has
+        root = await in_thread(tree.find_child, link.keeper.pid, root_pid, STOP_S)
         with span("compare"):
             await in_thread(self._compare, group.pids(), image, described)
         with span("finish connections"):
@@ -173,7 +157,7 @@ class Restore:
             for process, (_, number) in zip(in_nccl, image.nccl_instances, strict=True)
         ]
         with span("tell keeper"):
-            await link.restored(answer.restore.pid)
+            await link.restored(root_pid)
         with span("bind and limit"):
             await in_thread(self._bind, group.pids(), image)
             await in_thread(set_limits, group, image.limits)
@@ -190,6 +174,44 @@ class Restore:
             keeper_role="guest",
         )
 
+    async def _fill(
+        self,
+        folder: Path,
+        below: Sequence[PlacedPages],
+        link: KeeperLink,
+        keeper: WaitingKeeper,
+        group: Cgroup,
+        parts: Parts,
+    ) -> int:
+        """Has criu restore the tree, and places what it leaves out; the pid of the rank in its own namespace."""
+        inherit = [(item.key, item.fd) for item in link.info.inherit]
+        # A snapshot that is here shares them (jobs/sending.py), and stays.
+        keeps_pages = await in_thread(layers.is_shared, folder)
+        image_bytes = await in_thread(_image_bytes, folder, {one.file for one in below})
+        placing = Placing(folder, below, keeps_pages=keeps_pages)
+        async with placing.ready():
+            try:
+                asking = session.ask(
+                    keeper.ours,
+                    session.restore_request(folder, inherit, keeps_pages=keeps_pages),
+                    log_path=folder / "restore.log",
+                    timeout_s=RESTORE_S + RESTORE_GIB_S * image_bytes / 2**30,
+                    where=Where.SOURCE_FROZEN,
+                    on_notify=_on_notify,
+                )
+                answer = await parts.time("criu-restore", asking, image_bytes)
+            finally:
+                keeper.ours.close()
+                with span("end criu"):
+                    await in_thread(keeper.wait)
+            with span("hold"):
+                await in_thread(_hold, group)
+                await in_thread(oom_score.spare_no_user, group.pids())
+            if below:
+                pids = {tree.inner_pid(pid): pid for pid in group.pids()}
+                await parts.time("place-memory", placing.run(pids), placing.bytes)
+        return int(answer.restore.pid)
+
     def _connections(self, image: ImageDescription) -> tuple[list[pb.Rewire], list[ClusterNode]]:
         """The rewirings, and the nodes of the cluster. Those of a job that is resumed were planned in Prepare: when the image
         was made, the targets were not known."""
@@ -197,9 +219,9 @@ class Restore:
             return self.log.record.rewires, self.log.record.nodes
         return image.rewires, image.nodes
 
-    async def _place_and_mend(self, folder: Path, image: ImageDescription) -> None:
-        """Places carried files and corrects criu's images. At the same time, because the child that places takes a moment to
-        start."""
+    async def _place_and_mend(self, folder: Path, image: ImageDescription) -> list[PlacedPages]:
+        """Places carried files and corrects criu's images; returns the pages that are placed after criu. At the same time,
+        because the child that places takes a moment to start."""
         ghosts: list[links.Ghost] = []
         user = file_user(image.identity, image.user_id)
 
@@ -212,13 +234,15 @@ class Restore:
             await in_thread(images.mend, folder, image.other_names)
             await in_thread(images.set_sizes, folder, self.files.sizes)
             await in_thread(images.mend_threads, folder)
-            await in_thread(layers.build, folder, image.below)
+            below, left = await in_thread(placed.take, folder, image.below)
+            await in_thread(layers.build, folder, left)
             ghosts = await in_thread(_free_ghosts, folder)
             modes = await placing
         finally:
             await asyncio.gather(placing, return_exceptions=True)
             await in_thread(self.log.mark, Mark.RESTORING, ghosts=ghosts)
         await in_thread(images.set_modes, folder, modes)
+        return below
 
     def _place_closed(self, folder: Path, image: ImageDescription) -> None:
         user = file_user(image.identity, image.user_id)
@@ -281,49 +305,6 @@ class Restore:
                 "give the user the same rights on both nodes, or have the job close the file",
             )
 
-    def _entry(self, image: ImageDescription, group: Cgroup) -> RankEntry:
-        begin = self.log.begin
-        entry = RankEntry(
-            uid=begin.rank_uid,
-            job=begin.job,
-            rank=begin.rank,
-            role="guest",
-            keeper_pid=0,
-            keeper_start_ticks=0,
-            cgroup=str(group.path),
-            home_node=image.home_node,
-            home_endpoint=image.home_endpoint,
-            home_boot_id=image.home_boot_id,
-            relay_key=image.relay_key,
-            boot_id=host.boot_id(),
-            user_id=image.user_id,
-            process_user_id=image.identity.user_id,
-            command=image.command,
-            started_unix_s=image.started_unix_s,
-            moves=image.moves + 1,
-            restored_by=begin.move,
-            incarnation=begin.coordinator or image.incarnation,
-            coordinator_node=begin.coordinator_node or image.coordinator_node,
-            coordinator_endpoint=begin.coordinator_endpoint or image.coordinator_endpoint,
-            tethered=self.log.record.tethered if begin.coordinator else image.tethered,
-        )
-        keys = image.relay_keys or [image.relay_key]
-        if ended := self.log.record.ended_before:  # the home node may have seen newer keys than the image has
-            keys = relay_keys.come_back(image.relay_key, image.relay_keys, ended)
-        relay_keys.take_over(entry, keys)
-        rewires, nodes = self._connections(image)
-        came_from = self.log.record.from_node or begin.source_node  # another node may have sent its image
-        entry.nodes = [node.to_list() for node in nodes]
-        entry.former = moved_listeners(
-            image.former,
-            rewires,
-            Places.of([node.to_proto() for node in nodes], came_from, begin.target_node),
-            leaves_home=came_from == entry.home_node,
-            comes_home=begin.target_node == entry.home_node,
-        )
-        entry.moving = begin.move
-        return entry
-
     @staticmethod
     async def sweep(node: Node, move_log: MoveLog) -> None:
         """Removes all of a copy here: the keeper and its pid namespace, the cgroup, the images, the entry."""
@@ -368,9 +349,9 @@ def _free_ghosts(folder: Path) -> list[links.Ghost]:
     return links.free(images.ghosts(folder))
 
 
-def _image_bytes(folder: Path) -> int:
-    """Size of the files that criu reads: neither carried files, nor device memory, nor images of other moves."""
-    return sum(path.stat().st_blocks * 512 for path in folder.glob("*.img"))
+def _image_bytes(folder: Path, placed: Container[str]) -> int:
+    """Size of the files that criu reads: neither carried files, nor device memory, nor what is placed after it."""
+    return sum(path.stat().st_blocks * 512 for path in folder.glob("*.img") if path.name not in placed)
 
 
 async def _on_notify(script: str, _pid: int) -> None:
