@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -49,9 +50,9 @@ class Way:
 
 
 HOST = (
-    Way("criu", lambda of: of["criu-dump"] > HOST_BYTES and not of["precopied"] + of["beside"]),
-    Way("beside-criu", lambda of: of["criu-dump"] > HOST_BYTES and of["beside"] > 0, {"send_beside_criu": True}),
-    Way("precopy", lambda of: of["precopied"] > HOST_BYTES, options=("--precopy-limit", "100")),
+    Way("criu", lambda of: of["criu-restore"] > HOST_BYTES > of["place-memory"], {"send_beside_criu": False}),
+    Way("beside-criu", lambda of: of["beside"] > 0 and of["place-memory"] > HOST_BYTES),
+    Way("precopy", lambda of: of["precopied"] > HOST_BYTES < of["place-memory"], options=("--precopy-limit", "100")),
     Way("twin", lambda of: of["save-host"] > HOST_BYTES, is_snapshot=True),
     Way("into-image", lambda of: "save-host" not in of, {"snapshot_copy_on_write": False}, is_snapshot=True),
 )
@@ -88,7 +89,8 @@ _MOVES = [(SOURCE, Point.FREEZE), (SOURCE, Point.DUMPING), (SOURCE, Point.STREAM
 _SNAPSHOTS = [(SOURCE, Point.FREEZE), (SOURCE, Point.DUMPING), (SOURCE, Point.CONTINUE)]
 _ON_GPU = [(SOURCE, Point.OFFLOADED), (SOURCE, Point.CHECKPOINTED)]
 _MORE = {
-    "precopy": [(SOURCE, Point.PRECOPIED_ROUND)],
+    "beside-criu": [(TARGET, Point.PLACING)],
+    "precopy": [(SOURCE, Point.PRECOPIED_ROUND), (TARGET, Point.PLACING)],
     "twin": [(SOURCE, Point.TWINNED), (SOURCE, Point.COPYING), (SOURCE, Point.COPIED)],
     "copy-on-gpu": [(SOURCE, Point.TAKEN_BACK), (SOURCE, Point.SAVING), (SOURCE, Point.SAVED)],
     "copy-in-host": [(SOURCE, Point.SAVING), (SOURCE, Point.SAVED)],
@@ -158,7 +160,7 @@ class Trip:
         assert answer["warnings"] == [], answer
         parts = {part["name"]: part["bytes"] for part in answer["parts"]}
         more = {"precopied": answer.get("precopied_bytes", 0), "beside": len(beside)}
-        taken = self.way.taken({**parts, **more})
+        taken = self.way.taken(Counter({**parts, **more}))
         assert taken or self.way in HOST, (answer, beside)
         self.job.await_progress(3)
         return taken

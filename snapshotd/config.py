@@ -140,7 +140,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         toml_file.text('a list of IP addresses of this node, like ["10.1.0.1", "10.2.0.1"]', _ip_address),
     ] = ()
-    streams: Annotated[int, Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 4
+    streams: Annotated[int, Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 8
     chunk_bytes: Annotated[
         int,
         Meta(
@@ -149,7 +149,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             multiple_of=PAGE_BYTES,
             description=f"a multiple of {PAGE_BYTES} (the page size) from {64 << 10} to {8 << 20}",
         ),
-    ] = 2 << 20
+    ] = 8 << 20
     # Finished moves leave the journal after this many days, or when there are more than so many newer ones.
     history_days: Annotated[int, Meta(ge=1, le=3650, description="a whole number from 1 to 3650")] = 30
     history_moves: Annotated[int, Meta(ge=1, le=1000000, description="a whole number from 1 to 1000000")] = 1000
@@ -175,8 +175,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     hold_device_memory: Annotated[bool, Meta(description="true or false")] = True
     # Whether such memory is handed over, and not sent, between nodes of one machine that use the same GPU.
     hand_over_device_memory: Annotated[bool, Meta(description="true or false")] = True
-    # Whether large memory of a rank that leaves is read by several threads beside criu: not finished, see docs/operations.md.
-    send_beside_criu: Annotated[bool, Meta(description="true or false")] = False
+    # Whether large memory of a rank that leaves is read by several threads beside criu.
+    send_beside_criu: Annotated[bool, Meta(description="true or false")] = True
     # How fast copies of snapshots leave this node while their jobs run; empty: no limit.
     copy_limit: Annotated[str, toml_file.text('a speed like "2GB/s", or a part of the link like "30%"', _limit)] = ""
     # Whether the memory of a rank that is snapshotted is copied while the rank goes on, from a process that shares it.

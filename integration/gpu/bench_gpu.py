@@ -24,7 +24,7 @@ from integration.harness import Cluster, cluster, until
 NODES = ("node-1", "spare-1")
 NAMES = (
     *("empty-cache", "prepare", "park", "lock", "offload", "checkpoint", "criu-dump", "stream"),
-    *("criu-restore", "cuda-restore", "unlock", "refill", "pause"),
+    *("criu-restore", "place-memory", "cuda-restore", "unlock", "refill", "pause"),
 )
 HOLD, OFFLOAD, DRIVER, BY_HAND = WAYS = ("hold", "offload", "driver", "by hand")
 SLOW = (DRIVER, BY_HAND)

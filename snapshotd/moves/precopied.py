@@ -1,6 +1,6 @@
 """Memory that was sent to the target while the rank ran: the state between the rounds and the freeze, and what counts then.
 
-snapshotd/moves/source/precopy.py sends it.
+snapshotd/moves/source/precopy.py sends it, and snapshotd/moves/source/last_round.py what was written since.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import SnapshotError
-from snapshotd.criu.below import Layer, ahead_pages_name
+from snapshotd.criu.below import ahead_pages_name
 from snapshotd.precopy import devices
-from snapshotd.precopy.tracker import Tracker, Unsupported
+from snapshotd.precopy.layout import Layout
+from snapshotd.precopy.tracker import Chunk, Tracker, Unsupported
 from snapshotd.transport.image.overlay import file_of
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,9 @@ class Followed:
 
     tracker: Tracker
     inner_pid: int
+    rounds: int = 0  # that were begun
+    #: By the offset of each chunk: a bit for each of its pages, lowest first, whose slot on the target may have content.
+    filled: dict[int, int] = field(default_factory=dict)
     failed: str = ""
 
     @property
@@ -34,6 +38,18 @@ class Followed:
     def pid(self) -> int:
         return self.tracker.process.pid
 
+    def sending(self, chunk: Chunk) -> None:
+        self.filled[chunk.offset] = self.filled.get(chunk.offset, 0) | int.from_bytes(chunk.bitmap, "little")
+
+
+@dataclass(frozen=True)
+class SentMemory:
+    """What the target has of one frozen process."""
+
+    followed: Followed
+    layout: Layout
+    current: bytes  # a byte for each slot: 1 if it has the page as it is now
+
 
 @dataclass
 class Precopy:
@@ -43,7 +59,8 @@ class Precopy:
     files: list[pb.ImageFile] = field(default_factory=list)  # all rounds that were sent
     sent_bytes: int = 0
     warnings: list[str] = field(default_factory=list)
-    begun: bool = False  # whether anything may have been sent
+    #: The processes of which anything may have been sent, by the pids of their own namespace.
+    begun: set[int] = field(default_factory=set)
 
     def finish(self) -> Precopied:
         """The rank is frozen. Nothing is followed any more when this returns. Blocking, and raises nothing."""
@@ -52,15 +69,13 @@ class Precopy:
             try:
                 if reason := devices.writers_of(one.pid):
                     raise Unsupported(reason)
-                pages = one.tracker.finish()
+                layout, current = one.tracker.layout, one.tracker.finish()
             except (OSError, SnapshotError, Unsupported) as error:
                 log.warning("what was sent of process %d before the freeze does not count: %s", one.pid, error)
             else:
-                if pages:
-                    ranges = one.tracker.layout.ranges
-                    found.layers.append(Layer(pid=one.inner_pid, pages=pages, parent=None, rounds=[ranges]))
+                if 1 in current:
+                    found.ahead.append(SentMemory(one, layout, current))
                     found.files += [file for file in self.files if file_of(file.name) == one.file]
-                    found.pids.append(one.pid)
             finally:
                 one.tracker.close()
         self.followed = []
@@ -77,11 +92,6 @@ class Precopy:
 class Precopied:
     """What the target has of the frozen rank."""
 
-    layers: list[Layer] = field(default_factory=list)
+    ahead: list[SentMemory] = field(default_factory=list)
     files: list[pb.ImageFile] = field(default_factory=list)
-    pids: list[int] = field(default_factory=list)
-    begun: bool = False  # whether anything may have been sent, which need not count
-
-    @property
-    def bytes(self) -> int:
-        return sum(end - start for layer in self.layers for start, end in layer.pages)
+    begun: set[int] = field(default_factory=set)  # of which anything may have been sent, which need not count

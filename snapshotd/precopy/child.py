@@ -51,6 +51,7 @@ class Follower:
         self._pages = Pages(userfaultfd, pagemap)
         self._buffer = memoryview(mmap.mmap(buffer, SLOTS * CHUNK_BYTES))
         self._layout = Layout([])
+        self._sent = b""  # what the target has
         self._chunks: Iterator[tuple[int, int, int, list[Range]]] = iter(())
 
     def begin(self, *, forked: bool) -> list[Range]:
@@ -119,16 +120,15 @@ class Follower:
                 bits[(start + page - address) // PAGE_BYTES] = ord("1")
         return used
 
-    def finish(self) -> Iterable[Range]:
-        """The pages that the target has. Ends the tracking."""
-        below = [
-            part
-            for start, end in self._layout.ranges
-            for clean in self._pages.clean(start, end)
-            for part in self._layout.sent(*clean)
-        ]
-        os.close(self._userfaultfd)
-        return below
+    def finish(self, part: int) -> int:
+        """Writes one part of what the target has into the buffer; how many slots that are. The first ends the tracking."""
+        if not part:
+            ranges = self._layout.ranges
+            self._sent = self._layout.sent(one for start, end in ranges for one in self._pages.clean(start, end))
+            os.close(self._userfaultfd)
+        found = self._sent[part * len(self._buffer) : (part + 1) * len(self._buffer)]
+        self._buffer[: len(found)] = found
+        return len(found)
 
     def _eligible(self) -> list[mappings.Mapping]:
         parts, at = [], 0
@@ -179,8 +179,7 @@ def _serve(line: socket.socket) -> None:
                 offset, length, used, bitmap = follower.next(slot)
                 line.send(ANSWER.pack(0, offset, length, used) + bitmap)
             elif operation == FINISH:
-                _answer_ranges(line, follower.finish())
-                return
+                line.send(ANSWER.pack(0, follower.finish(slot), 0, 0))
         except OSError as error:
             line.send(ANSWER.pack(error.errno or errno.EIO, 0, 0, 0))
 

@@ -73,16 +73,14 @@ class Layout:
         count = (end - start) // PAGE_BYTES
         self._sent[page : page + count] = (b"\1" if sent else b"\0") * count
 
-    def sent(self, start: int, end: int) -> Iterator[Range]:
-        """The pages of a range, which has slots, that are on the target."""
-        page = self._page(start)
-        base, stop = start - page * PAGE_BYTES, page + (end - start) // PAGE_BYTES
-        at = self._sent.find(1, page, stop)
-        while at >= 0:
-            after = self._sent.find(0, at, stop)
-            after = stop if after < 0 else after
-            yield base + at * PAGE_BYTES, base + after * PAGE_BYTES
-            at = self._sent.find(1, after, stop)
+    def sent(self, clean: Iterable[tuple[int, bytes]]) -> bytes:
+        """A byte for each slot: 1 if its page was sent, and is among these clean ones, which come as runs, by address."""
+        found = bytearray(len(self._sent))
+        for start, flags in clean:
+            page = self._page(start)
+            found[page : page + len(flags)] = flags
+        both = int.from_bytes(found, "little") & int.from_bytes(self._sent, "little")
+        return both.to_bytes(len(found), "little")
 
     def _page(self, address: int) -> int:
         index = bisect_right(self._starts, address) - 1

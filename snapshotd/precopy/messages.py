@@ -3,7 +3,8 @@
     BEGIN forked     five descriptors: userfaultfd, pagemap, mem, smaps, the buffer  →  ranges: the layout
     SCAN             → how many pages were written since they were last protected; they are protected again
     NEXT slot        → the next chunk of those pages, whose content is in that slot of the buffer; none: the round is over
-    FINISH           → ranges: the pages that were sent and not written since. The process is stopped. Tracking ends
+    FINISH part      → how many slots: in the buffer, a byte for each of them, 1 if its page was sent and not written since.
+                       The process is stopped. Tracking ends with the first part; one without slots is the last
 
 A failure is an errno, after which only the end of the child is of use. Ranges come in batches; an empty one is the last.
 """

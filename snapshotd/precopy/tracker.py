@@ -13,7 +13,7 @@ import errno
 import mmap
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -124,13 +124,18 @@ class Tracker:
         self._slot = (self._slot + 1) % SLOTS
         return Chunk(offset, length, bitmap, payload)
 
-    def finish(self) -> Sequence[Range]:
-        """The process is stopped: the pages, by address, that were returned by `next` and not written since. Nothing is
-        tracked any more when this returns."""
-        self._send(FINISH)
-        below = list(self._ranges())
+    def finish(self) -> bytes:
+        """The process is stopped: a byte for each slot of the layout, 1 if its page was returned by `next` and not written
+        since. Nothing is tracked any more when this returns."""
+        assert self._buffer is not None
+        parts: list[bytes] = []
+        while count := self._ask(FINISH, len(parts))[0]:
+            parts.append(self._buffer[:count])
         self._child.end()
-        return below
+        found = b"".join(parts)
+        if len(found) != self.layout.size_bytes // PAGE_BYTES:
+            raise Internal(f"the child that follows process {self.process.pid} answers nonsense")
+        return found
 
     def close(self) -> None:
         """Nothing is tracked any more when this returns. Idempotent."""

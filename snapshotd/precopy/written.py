@@ -13,7 +13,9 @@ made: after an exec they find nothing, and never another program's memory.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
+import os
 import struct
 from collections.abc import Iterator
 
@@ -29,6 +31,14 @@ _FOUND = struct.Struct("=QQQ")  # start, end, categories
 _WP_MATCHING = 1
 _WPALLOWED, _WRITTEN, _PRESENT, _SWAPPED, _PFNZERO = 1, 2, 8, 16, 32
 _BATCH = 8192
+
+#: Of the last byte of an entry in /proc/PID/pagemap: the page is in memory, or swapped out; it is protected.
+_PRESENT_BIT, _SWAPPED_BIT, _PROTECTED_BIT = 0x80, 0x40, 0x02
+_CLEAN = bytes(bool(byte & (_PRESENT_BIT | _SWAPPED_BIT) and byte & _PROTECTED_BIT) for byte in range(256))
+_ENTRY_BYTES = 8
+_PAGE_BYTES = 4096
+#: Whose entries are read at a time.
+_BLOCK_BYTES = 1 << 28
 
 
 class Pages:
@@ -47,14 +57,30 @@ class Pages:
         mask = _WPALLOWED | _WRITTEN | _PFNZERO
         return self._scan(start, end, _WP_MATCHING, _PFNZERO, mask)
 
-    def clean(self, start: int, end: int) -> Iterator[Range]:
-        """The pages that were protected and not written since."""
-        return self._scan(start, end, 0, _WRITTEN, _WPALLOWED | _WRITTEN)
+    def clean(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """The pages that are there: runs of them, by their addresses, with a byte for each page: 1 if it was protected and
+        not written since. Not as ranges: of a process that writes here and there, there would be one for every few pages."""
+        for first, last in self._scan(start, end, 0, 0, 0, returned=0):
+            for at in range(first, last, _BLOCK_BYTES):
+                count = (min(at + _BLOCK_BYTES, last) - at) // _PAGE_BYTES * _ENTRY_BYTES
+                yield at, self._entries(count, at // _PAGE_BYTES * _ENTRY_BYTES)[7::_ENTRY_BYTES].translate(_CLEAN)
 
-    def _scan(self, start: int, end: int, flags: int, inverted: int, mask: int) -> Iterator[Range]:
+    def _entries(self, count: int, offset: int) -> bytes:
+        parts = []
+        while count:
+            part = os.pread(self._pagemap, count, offset)
+            if not part:
+                raise ProcessLookupError(errno.ESRCH, "it has ended")
+            parts.append(part)
+            count, offset = count - len(part), offset + len(part)
+        return b"".join(parts)
+
+    def _scan(
+        self, start: int, end: int, flags: int, inverted: int, mask: int, returned: int = _WRITTEN
+    ) -> Iterator[Range]:
         vector = ctypes.addressof(self._found)
         while start < end:
-            fields = (start, end, 0, vector, _BATCH, 0, inverted, mask, _PRESENT | _SWAPPED, _WRITTEN)
+            fields = (start, end, 0, vector, _BATCH, 0, inverted, mask, _PRESENT | _SWAPPED, returned)
             argument = bytearray(_SCAN_ARGUMENT.pack(_SCAN_ARGUMENT.size, flags, *fields))
             count = fcntl.ioctl(self._pagemap, _SCAN, argument)
             found = [(first, last) for first, last, _ in _FOUND.iter_unpack(self._found.raw[: count * _FOUND.size])]

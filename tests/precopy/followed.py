@@ -80,8 +80,8 @@ class Copy:
         return sorted((one - start) // PAGE_BYTES for one in addresses if start <= one < start + limit)
 
     def finish(self) -> set[int]:
-        """The pages that are below. Each must have the content that the process has."""
-        below = {address for start, end in self.tracker.finish() for address in range(start, end, PAGE_BYTES)}
+        """The pages that the target has. Each must have the content that the process has."""
+        below = {self.address(slot * PAGE_BYTES) for slot, is_current in enumerate(self.tracker.finish()) if is_current}
         for address in below:
             assert self.slots[address] == self.job.content(address), hex(address)
         return below

@@ -43,7 +43,7 @@ from snapshotd.moves.rules import Mark
 from snapshotd.moves.source import closed_files, image_fifos, large_memory, left_out, open_files
 from snapshotd.moves.source.channel import Opening, opened_beside
 from snapshotd.moves.source.describe import describe
-from snapshotd.moves.source.large_memory import LargeMemory
+from snapshotd.moves.source.large_memory import ReadBeside
 from snapshotd.moves.source.sink import sink_of
 from snapshotd.moves.source.twin_memory import TwinMemory
 from snapshotd.proc import cgroup, host, tree
@@ -90,7 +90,8 @@ class Dump:
         self.user: User | None = None
         self.linked: list[links.Linked] = []  # files that criu will make links to
         self.layers: Sequence[below.Layer] = []  # pages that criu leaves out
-        self.large: Sequence[LargeMemory] = []
+        self.beside: Sequence[ReadBeside] = []
+        self.sent_before: Sequence[pb.ImageFile] = []
         self.kept: list[Small] = []
 
     def progress(self, *, last: bool = False) -> pb.Progress:
@@ -211,8 +212,8 @@ class Dump:
         beside = self.node.config.send_beside_criu and not self.log.begin.coordinator
         with span("find shared pages"):
             found = await in_thread(left_out.find, pids, self.precopied, self.twins, beside=beside)
-        self.layers, self.large = found.layers, found.large
-        sent_here = below.size_bytes(one.layer for one in self.large)
+        self.layers, self.beside, self.sent_before = found.layers, found.beside, found.files
+        sent_here = sum(one.size_bytes for one in self.beside)
         self.expected = max(0, self.expected - below.size_bytes(self.layers) + sent_here)
 
     async def _send(
@@ -230,7 +231,7 @@ class Dump:
             async with asyncio.TaskGroup() as group:
                 for name, fd in fifos.items():
                     group.create_task(self.sender.put_fd(name, fd, eof=written))
-                group.create_task(large_memory.send(self.sender, self.large))
+                group.create_task(large_memory.send(self.sender, self.beside))
                 rest = group.create_task(self._send_closed(self.sender, carried, user))
             await written.wait()
             await in_thread(below.complete, self.images, self.layers)
@@ -252,7 +253,7 @@ class Dump:
                 await file.write(described.encode())
             await self.sender.put_file(FILE, self.images / FILE)
             with span("finish"):
-                return [*await self.sender.finish(), *rest.result(), *self.precopied.files]
+                return [*await self.sender.finish(), *rest.result(), *self.sent_before]
 
     async def _send_closed(self, sender: Sender, carried: preflight.Carried, user: User) -> list[pb.ImageFile]:
         with span("send changed closed files"):

@@ -1,10 +1,10 @@
 """Sends a rank's memory to the target while the rank runs, in rounds, and knows at the freeze what the target has.
 
 Each process whose memory is followed (snapshotd/precopy/) has one file on the target, with a slot for each page. A round
-sends the pages that were written since the last one. At the freeze, pages that were sent and not written since lie *below*
-the image (snapshotd/criu/below.py): criu does not dump them.
+sends the pages that were written since the last one. At the freeze it is known which pages were sent and not written since;
+the others are sent in one more round, while criu dumps the rest of the rank (last_round.py).
 
-Invariant: a page counts as below only if its process was frozen, and had not written it, after its content was read. Whatever
+Invariant: a page counts as sent only if its process was frozen, and had not written it, after its content was read. Whatever
 fails here costs time in the pause, and nothing else: the move goes on without, and says so. Nothing here outlives the daemon.
 """
 
@@ -67,7 +67,7 @@ async def run(
             made.followed = await in_thread(_follow, entry, made.warnings)
         await reach(Point.PRECOPY)
         if made.followed:
-            made.begun = True
+            made.begun = {one.inner_pid for one in made.followed}
             with span("send memory") as sending:
                 await _unless(stopped, made, _Rounds(node, move_log, made, percent / 100).run())
                 sending.bytes = made.sent_bytes
@@ -181,6 +181,7 @@ class _Rounds:
 
     async def _round(self, sender: Sender, one: Followed, number: int) -> int:
         """Sends what the process has written; how many bytes that were. If it has ended, it is followed no more."""
+        one.rounds = number
         name = round_name(one.file, number)
         try:
             if reason := await in_thread(devices.writers_of, one.pid):
@@ -192,7 +193,7 @@ class _Rounds:
         except (*GONE, OSError, SnapshotError, Unsupported) as error:
             self._give_up(one, error)
             return 0
-        reading = Reading(one.tracker, name, strong=sender.strong)
+        reading = Reading(one, name, strong=sender.strong)
         while not reading.over:
             await sender.put_frames(name, reading.some)
             if reading.failure is not None:
@@ -220,8 +221,9 @@ class Reading:
 
     SOME = 8
 
-    def __init__(self, tracker: Tracker, name: str, *, strong: bool) -> None:
-        self._tracker, self._name, self._strong = tracker, name, strong
+    def __init__(self, followed: Followed, name: str, *, strong: bool) -> None:
+        self._followed, self._tracker = followed, followed.tracker
+        self._name, self._strong = name, strong
         self._at = 0
         self._next: Chunk | None = None
         self._left = self.SOME
@@ -246,6 +248,7 @@ class Reading:
             frame = hole_frame(sequence, self._name, self._at, hole_end - self._at, strong=self._strong)
             self._at = hole_end
         elif chunk is not None:
+            self._followed.sending(chunk)
             frame = Frame(
                 *(Kind.DATA, sequence, self._name, chunk.offset, chunk.length),
                 bitmap=chunk.bitmap,

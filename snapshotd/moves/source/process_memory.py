@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
-from snapshotd.criu.page_ranges import Range
+from snapshotd.criu.page_ranges import Range, size_bytes
 from snapshotd.proc.tree import Process
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
+
+#: As many as the kernel takes in one call (IOV_MAX).
+_MOST_PARTS = 1024
 
 
 class ProcessMemory:
@@ -43,13 +48,19 @@ class ProcessMemory:
         if not self._process.alive():
             raise ProcessLookupError(errno.ESRCH, "it has ended")
 
-    def fill(self, parts: Iterable[Range], view: memoryview) -> None:
+    def fill(self, parts: Sequence[Range], view: memoryview) -> None:
         """Reads these pages, one after the other, into the view, which has their size."""
-        at = 0
-        for start, end in parts:
-            until = at + end - start
-            at += _read_quickly(self._process.pid, start, view[at:until])
-            at = self._fill_rest(view, at, until, end)
+        at, number = 0, 0
+        while number < len(parts):
+            batch = parts[number : number + _MOST_PARTS]
+            count = _read_quickly(self._process.pid, batch, view[at : at + size_bytes(batch)])
+            for start, end in batch:
+                until, number = at + end - start, number + 1
+                if count < end - start:  # up to a page without access; the ones after it are read quickly again
+                    self._fill_rest(view, at + count, until, end)
+                    at = until
+                    break
+                at, count = until, count - (end - start)
 
     def _fill_rest(self, view: memoryview, at: int, until: int, end: int) -> int:
         """Reads what belongs there, which ends at this address."""
@@ -61,21 +72,14 @@ class ProcessMemory:
         return at
 
 
-class _Vector(ctypes.Structure):
-    """struct iovec"""
-
-    _fields_ = (("address", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-def _read_quickly(pid: int, start: int, view: memoryview) -> int:
+def _read_quickly(pid: int, parts: Sequence[Range], view: memoryview) -> int:
     """Reads what process_vm_readv reads; how much that is. It takes two thirds of the time of a read from /proc/PID/mem, but
     refuses pages to which the process has no access itself."""
-    here = _Vector(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
-    there = _Vector(start, len(view))
-    one = ctypes.c_ulong(1)
-    return max(
-        0, int(_libc.process_vm_readv(pid, ctypes.byref(here), one, ctypes.byref(there), one, ctypes.c_ulong(0)))
-    )
+    here = array("Q", [ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view)])
+    there = array("Q", itertools.chain.from_iterable((start, end - start) for start, end in parts))
+    vectors = [ctypes.c_void_p(one.buffer_info()[0]) for one in (here, there)]
+    counts = ctypes.c_ulong(1), ctypes.c_ulong(len(parts))
+    return max(0, int(_libc.process_vm_readv(pid, vectors[0], counts[0], vectors[1], counts[1], ctypes.c_ulong(0))))
 
 
 def chunks(ranges: Iterable[Range], chunk_bytes: int) -> Iterator[tuple[int, list[Range]]]:

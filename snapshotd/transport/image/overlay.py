@@ -37,6 +37,11 @@ class Covered:
 
     _pages: dict[tuple[str, int], int] = field(default_factory=dict)
 
+    def all_of(self, frame: Frame) -> bool:
+        """Whether every page of this chunk is in some round."""
+        bits = self._pages.get((file_of(frame.name), frame.offset), 0)
+        return is_round(frame.name) and bits.bit_count() == -(-frame.length // PAGE_BYTES)
+
     def add(self, frame: Frame) -> int:
         """The bytes that are new with this chunk."""
         if not is_round(frame.name) or not frame.payload_bytes:

@@ -38,7 +38,7 @@ from snapshotd.transport.image.frame import (
 )
 from snapshotd.transport.image.grpc_channel import WINDOW
 from snapshotd.transport.image.malloc_tuning import freed_blocks_kept
-from snapshotd.transport.image.sparse_file import file_chunk
+from snapshotd.transport.image.sparse_file import FileChunks
 from snapshotd.transport.image.stream import Stream
 
 MAX_SENDS = 4  # a chunk that arrived damaged is sent again three times
@@ -238,13 +238,9 @@ class Sender:
 
     async def _read_file(self, name: str, fd: int) -> None:
         try:
-            size = os.fstat(fd).st_size
-            offset, begun = 0, False
-            while offset < size or not begun:
-                begun = True
-                chunk = partial(file_chunk, name, fd, offset, size, self.chunk_bytes, self.strong)
-                frame, _ = await self._read_into_slot(chunk, offers=self._offers)
-                offset += frame.length if frame is not None else 0
+            chunks = FileChunks(name, fd, self.chunk_bytes, strong=self.strong)
+            while not chunks.over:
+                await self._read_into_slot(chunks.next, offers=self._offers)
         except OSError as error:
             raise Unreadable(f"{name} cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
 

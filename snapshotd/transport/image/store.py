@@ -117,8 +117,9 @@ class ImageStore:
                 if known is not None:
                     return True
                 receiving.written_bytes += receiving.covered.add(frame)
+                replaces = receiving.covered.all_of(frame)
             try:
-                put(receiving.directory / file_of(frame.name), frame)
+                put(receiving.directory / file_of(frame.name), frame, replaces=replaces)
             except OSError as error:
                 raise translated(error, f"writing {frame.name} of {move}") from error
             with receiving.changed:

@@ -268,10 +268,10 @@ def test_drop_waits_for_the_chunk_being_written(store: ImageStore, monkeypatch: 
     writing, go_on, order = threading.Event(), threading.Event(), []
     put = sparse_file.put
 
-    def slow_put(path: Path, frame: Frame) -> None:
+    def slow_put(path: Path, frame: Frame, *, replaces: bool) -> None:
         writing.set()
         assert go_on.wait(60)
-        put(path, frame)
+        put(path, frame, replaces=replaces)
         order.append("written")
 
     def drop() -> None:

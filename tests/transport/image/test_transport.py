@@ -300,8 +300,9 @@ async def test_leaving_early_leaves_nothing_behind(serve: Serve, tmp_path: Path)
     async with serve() as target:
         target.store.create(MOVE, 1)
         fd = make_fifo(tmp_path, "pages-1.img")
+        streams = await target.streams()
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2), Sender(await target.streams()) as sender:
+            async with asyncio.timeout(0.2), Sender(streams) as sender:
                 await sender.put_fd("pages-1.img", fd, eof=asyncio.Event())
         target.store.drop(MOVE)
         assert target.store.held_bytes() == 0
