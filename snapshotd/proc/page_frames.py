@@ -119,9 +119,9 @@ class PageFrames:
 
 
 def private_mappings(text: bytes, *, plain: bool = False) -> list[Range]:
-    """The ordinary private mappings in /proc/PID/maps, neighbours joined. `plain`: only those that can be read and written, not
-    executed, and have no file, which could be one of huge pages, or of a file system that a user serves. Into others not every
-    kernel lets another process write (proc_mem.force_override)."""
+    """The ordinary private mappings in /proc/PID/maps, neighbours joined. `plain`: only those that can be read and written,
+    not executed, and have no file, which could be one of huge pages, or of a file system that a user serves. Not every kernel
+    lets another process write into mappings that cannot be written (proc_mem.force_override)."""
     found = [
         (int(start, 16), int(end, 16))
         for start, end, rights, inode, name in _MAPPING.findall(text)
