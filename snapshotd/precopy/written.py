@@ -60,7 +60,8 @@ class Pages:
     def clean(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
         """The pages that are there: runs of them, by their addresses, with a byte for each page: 1 if it was protected and
         not written since. Not as ranges: of a process that writes here and there, there would be one for every few pages."""
-        for first, last in self._scan(start, end, 0, 0, 0, returned=0):
+        # Only where writes are noted: some kernels leave the protection in pages that mremap has moved, and note none there.
+        for first, last in self._scan(start, end, 0, 0, _WPALLOWED, returned=0):
             for at in range(first, last, _BLOCK_BYTES):
                 count = (min(at + _BLOCK_BYTES, last) - at) // _PAGE_BYTES * _ENTRY_BYTES
                 yield at, self._entries(count, at // _PAGE_BYTES * _ENTRY_BYTES)[7::_ENTRY_BYTES].translate(_CLEAN)

@@ -146,3 +146,24 @@ def test_process_that_has_ended(child: tuple[int, Memory, bytes], tmp_path: Path
     ranges: list[Range] = list(rounds.layout.ranges)
     with pytest.raises(RankGone, match="has ended"):
         asyncio.run(rounds.send({}, LastRound(sent, Layer(77, ranges, rounds=[ranges]))))
+
+
+def test_chunks_of_the_last_round_are_not_taken_for_memory_of_the_sender(
+    child: tuple[int, Memory, bytes], tmp_path: Path
+) -> None:
+    """They have any size; what the sender uses again has that of a chunk."""
+    pid, memory, content = child
+    rounds = Rounds(pid, memory, tmp_path)
+    current = bytearray(b"\1" * rounds.slots)
+    current[0] = 0
+    (last,) = last_round.find(Precopied(ahead=[SentMemory(rounds.followed, rounds.layout, bytes(current))]))
+    runs = [(memory.start, memory.start + (64 << 10) * 2)]
+    large = large_memory.LargeMemory(pid, Layer(78, runs, rounds=[runs]))
+
+    async def send() -> None:
+        async with Sender([LocalStream(rounds.store, MOVE)], 64 << 10) as sender:
+            await large_memory.send(sender, [last, large])
+            assert rounds.store.seal(MOVE, await sender.finish()) == []
+
+    asyncio.run(send())
+    assert (rounds.store.path(MOVE) / large.file).read_bytes() == content[: 2 * (64 << 10)]

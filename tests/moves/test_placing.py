@@ -135,7 +135,7 @@ def at(process: Stopped, pieces: list[Piece]) -> list[Piece]:
 async def place(folder: Path, placed: list[PlacedPages], pids: dict[int, int], *, keeps_pages: bool = True) -> None:
     made = Placing(folder, placed, keeps_pages=keeps_pages)
     async with made.ready():
-        await made.run(pids)
+        await made.run(lambda: pids)
     assert copiers() == []
 
 
@@ -333,6 +333,17 @@ async def test_child_that_is_killed_fails_the_restore(
     assert process.pages()
 
 
+async def test_process_that_has_got_the_pid_meanwhile_is_not_written(process: Stopped, folder: Path) -> None:
+    """The one of the copy was killed, and its pid given to another before its memory was opened."""
+    put(folder / "pages")
+    lookups = iter([{INNER: process.pid}, {}])
+    made = Placing(folder, [whole(process)], keeps_pages=True)
+    with pytest.raises(CriuFailed, match=f"process {INNER} of it has ended"):
+        async with made.ready():
+            await made.run(lambda: next(lookups))
+    assert process.pages() == set()
+
+
 async def test_process_that_ends_meanwhile_fails_the_restore(
     process: Stopped, folder: Path, after_an_answer: list[Callable[[ChildProcess], object]]
 ) -> None:
@@ -405,7 +416,7 @@ def hanging(silent: tuple[int, int], folder: Path) -> Iterator[Callable[[], Coro
 
     async def run() -> None:
         async with made.ready():
-            await made.run({INNER: pid})
+            await made.run(lambda: {INNER: pid})
 
     yield run
     assert (folder / "pages").read_bytes() == content, "what was not placed is not given up"

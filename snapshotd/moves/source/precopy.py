@@ -26,6 +26,7 @@ from snapshotd.precopy.tracker import Chunk, Tracker, Unsupported
 from snapshotd.precopy.waiting import Waiting
 from snapshotd.proc import host, stat, tree
 from snapshotd.proc.files import GONE
+from snapshotd.proc.page_frames import PAGE_BYTES
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.runtime.spans import span
@@ -60,6 +61,9 @@ async def run(
     `percent`: how much of its time the job may lose. `stopped`: whether the move is being undone."""
     made = Precopy()
     if percent <= 0 or move_log.begin.coordinator or memory_bytes < rounds.LEAST_BYTES:
+        return made
+    if PAGE_BYTES != rounds.PAGE_BYTES:  # on some arm64 machines
+        made.warnings.append("no memory was sent before the freeze, so the pause is longer: the kernel has large pages")
         return made
     began_s = host.boottime_s()
     try:

@@ -137,16 +137,17 @@ class TwinMemory:
 
     async def _copy(self, one: Shared) -> None:
         copy, done = PageCopy(f"the twin of process {one.twin.of}"), False
-        file = await in_thread(_new_file, self._path(one))
+        files: list[int] = []
         try:
+            await in_thread(lambda: files.append(_new_file(self._path(one))))
             await copy.start(readers())
-            await copy.copy(page_copy.SAVE, one.memory, file, page_copy.packed(one.layer.pages), self._written)
+            await copy.copy(page_copy.SAVE, one.memory, files[0], page_copy.packed(one.layer.pages), self._written)
             done = True
         finally:
             await copy.close()
-            # A child that hangs has the file open: it gives up its memory.
-            await in_thread(os.ftruncate, file, one.bytes if done else 0)
-            os.close(file)
+            for file in files:  # a child that hangs has the file open: it gives up its memory
+                await in_thread(os.ftruncate, file, one.bytes if done else 0)
+                os.close(file)
 
     async def _watch(self) -> None:
         """The rank needs more memory while it writes what its twins have. Before its limit kills it, the twins end."""

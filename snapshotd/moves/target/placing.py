@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from snapshotd.api.errors import CriuFailed, SnapshotError, Where
@@ -48,28 +48,34 @@ class Placing:
             await asyncio.gather(self._starting, return_exceptions=True)
             await self._copy.close()
 
-    async def run(self, pids: Mapping[int, int]) -> None:
-        """`pids` has the process of each pid of the rank's own namespace. Raises CriuFailed with the reason if not all could
-        be placed: the copy must not run."""
+    async def run(self, processes: Callable[[], Mapping[int, int]]) -> None:
+        """`processes` looks up the processes of the copy, by the pids of their own namespace. Raises CriuFailed with the
+        reason if not all could be placed: the copy must not run."""
         try:
             await self._starting
             await reach(Point.PLACING)
             for one in self._placed:
-                if one.pid not in pids:
-                    raise ProcessLookupError(f"it has no process {one.pid}")
-                await self._place(one, pids[one.pid])
+                with contextlib.ExitStack() as opened:
+                    memory, file = await in_thread(self._open, one, processes, opened)
+                    await self._copy.copy(self._direction, memory, file, one.pieces, lambda _: None)
         except (SnapshotError, OSError) as error:
             reason = error.message if isinstance(error, SnapshotError) else str(error)
             text = f"the memory of the copy cannot be restored: {reason}"
             raise CriuFailed(text, where=Where.SOURCE_FROZEN) from error
 
-    async def _place(self, one: PlacedPages, pid: int) -> None:
-        memory = await in_thread(os.open, f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            file = await in_thread(os.open, self._folder / one.file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                await self._copy.copy(self._direction, memory, file, one.pieces, lambda _: None)
-            finally:
-                os.close(file)
-        finally:
-            os.close(memory)
+    def _open(
+        self, one: PlacedPages, processes: Callable[[], Mapping[int, int]], opened: contextlib.ExitStack
+    ) -> tuple[int, int]:
+        """The memory of the process, and the file."""
+        pid = processes().get(one.pid, 0)
+        if not pid:
+            raise ProcessLookupError(f"it has no process {one.pid}")
+        memory = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+        opened.callback(os.close, memory)
+        # Its user can kill it, and its pid may have been given to any program before it was opened. Nothing can have become
+        # a process of the copy meanwhile: all are frozen.
+        if processes().get(one.pid) != pid:
+            raise ProcessLookupError(f"process {one.pid} of it has ended")
+        file = os.open(self._folder / one.file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        opened.callback(os.close, file)
+        return memory, file

@@ -208,8 +208,7 @@ class Restore:
                 await in_thread(_hold, group)
                 await in_thread(oom_score.spare_no_user, group.pids())
             if below:
-                pids = {tree.inner_pid(pid): pid for pid in group.pids()}
-                await parts.time("place-memory", placing.run(pids), placing.bytes)
+                await parts.time("place-memory", placing.run(lambda: _by_inner_pid(group)), placing.bytes)
         return int(answer.restore.pid)
 
     def _connections(self, image: ImageDescription) -> tuple[list[pb.Rewire], list[ClusterNode]]:
@@ -366,6 +365,10 @@ def _processes(pids: list[int], inner: list[int]) -> list[tree.Process]:
     if missing:
         raise CriuFailed(f"the restored tree lacks process {', '.join(missing)}", where=Where.SOURCE_FROZEN)
     return [tree.Process.of(found[number]) for number in inner]
+
+
+def _by_inner_pid(group: Cgroup) -> dict[int, int]:
+    return {tree.inner_pid(pid): pid for pid in group.pids()}
 
 
 def _hold(group: Cgroup) -> None:

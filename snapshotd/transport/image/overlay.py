@@ -39,8 +39,8 @@ class Covered:
 
     def all_of(self, frame: Frame) -> bool:
         """Whether every page of this chunk is in some round."""
-        bits = self._pages.get((file_of(frame.name), frame.offset), 0)
-        return is_round(frame.name) and bits.bit_count() == -(-frame.length // PAGE_BYTES)
+        every = (1 << -(-frame.length // PAGE_BYTES)) - 1
+        return is_round(frame.name) and self._pages.get((file_of(frame.name), frame.offset), 0) & every == every
 
     def add(self, frame: Frame) -> int:
         """The bytes that are new with this chunk."""

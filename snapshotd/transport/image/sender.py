@@ -269,9 +269,10 @@ class Sender:
 
     def _keep(self, frame: Frame, offer: Offer | None = None) -> None:
         """Queues a chunk that has a slot for the streams."""
-        self._held[frame.sequence] = _Held(
-            frame, buffer=frame.payload if isinstance(frame.payload, bytearray) else None, offer=offer
-        )
+        payload, buffer = frame.payload, None
+        if isinstance(payload, bytearray) and len(payload) == self.chunk_bytes:
+            buffer = payload
+        self._held[frame.sequence] = _Held(frame, buffer=buffer, offer=offer)
         self.peak_chunks_held = max(self.peak_chunks_held, len(self._held))
         self._all_stored.clear()
         self._ready.put_nowait(self._held[frame.sequence])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from snapshotd.transport.image.frame import Frame, hole_frame, raw_frame
 
 #: More runs of pages than this in a chunk are put into what the file has, if it has all others.
 _MANY_RUNS = 16
-_of_thread = threading.local()
 
 
 class FileChunks:
@@ -85,7 +83,7 @@ def put(path: Path, frame: Frame, *, replaces: bool = False) -> None:
 
 def _replace(fd: int, frame: Frame, runs: list[tuple[int, int]]) -> None:
     """The same in two system calls, where one for each run would take most of the time."""
-    whole = _buffer(frame.length)
+    whole = memoryview(bytearray(frame.length))
     at = 0
     while at < frame.length and (count := os.preadv(fd, [whole[at:]], frame.offset + at)):
         at += count  # the file may end here, and pages of this frame follow
@@ -94,13 +92,6 @@ def _replace(fd: int, frame: Frame, runs: list[tuple[int, int]]) -> None:
         whole[start:end] = payload[at : at + end - start]
         at += end - start
     _write(fd, whole, frame.offset)
-
-
-def _buffer(size: int) -> memoryview:
-    """Memory of this thread alone. Anew for each chunk, all threads would wait for the kernel to map and unmap it."""
-    if len(kept := getattr(_of_thread, "buffer", b"")) < size:
-        kept = _of_thread.buffer = bytearray(size)
-    return memoryview(kept)[:size]
 
 
 def _write(fd: int, data: memoryview, position: int) -> None:

@@ -405,3 +405,19 @@ def test_full_store_is_reported(small_tmpfs: Path) -> None:
 def test_hole_writes_nothing() -> None:
     assert list(hole_frame(1, "a", 0, 10).runs()) == []
     assert list(Frame(Kind.DATA, 1, "a", 0, 10, payload_bytes=10).runs()) == [(0, 10)]
+
+
+def test_chunk_that_is_put_into_a_file_brings_nothing_else_along(tmp_path: Path) -> None:
+    """Though the file ends before it: what is between its pages is zero, and not what was in that memory before."""
+    page = b"x" * 4096
+    every_other = sum(1 << number for number in range(0, 64, 2))
+    frame = Frame(
+        *(Kind.DATA, 1, "ahead-pages-7-1.img.2", 0, 64 * 4096),
+        bitmap=every_other.to_bytes(8, "little"),
+        payload_bytes=32 * 4096,
+        payload=page * 32,
+    )
+    (tmp_path / "file").write_bytes(b"y" * 3 * 4096)
+    sparse_file.put(tmp_path / "file", frame, replaces=True)
+    found = (tmp_path / "file").read_bytes()
+    assert found == page + b"y" * 4096 + (page + bytes(4096)) * 31
