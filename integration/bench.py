@@ -74,7 +74,7 @@ def pause(nodes: Cluster, options: argparse.Namespace) -> None:
             flush=True,
         )
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-    print(f"  median ratio {statistics.median(ratios):.2f}   (goal: at most 1.5)")
+    print(f"  median ratio {statistics.median(ratios):.2f}   (goal: at most 1.0)")
     job.kill()
 
 

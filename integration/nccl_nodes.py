@@ -204,10 +204,11 @@ class NcclJob:
             # Not NCCL's errors, nor what the keeper says about the rollback.
             kept = [[line for line in lines if line[:1].isdigit() or line == "DONE"] for lines in said]
             said = [list(dict.fromkeys(lines)) for lines in kept]
-        (count,) = {len(lines) - 1 for lines in said}
+        count = len(said[0]) - 1
         rounded = -(-count // 64) * 64  # so that one undisturbed run serves several jobs
         alone = undisturbed(self.shape, len(self.places), rounded, self.device_mib)
-        assert said == [[*lines[:count], "DONE"] for lines in alone]
+        for number, (lines, undisturbed_lines) in enumerate(zip(said, alone, strict=True)):
+            assert lines == [*undisturbed_lines[:count], "DONE"], f"rank {number} of ranks with {count} lines"
         until(f"nothing to be left\n{self.nodes.logs()}", lambda: not self._left())
         shutil.rmtree(self.meeting, ignore_errors=True)
 

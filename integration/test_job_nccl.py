@@ -71,7 +71,7 @@ def test_nccl_job_is_suspended_resumed_snapshotted_and_rolled_back(nodes: Cluste
     nodes.lab.boot(SPARE)
     assert len(_processes(nodes, job)) == 4
     until(f"all gates to be forgotten\n{nodes.logs()}", lambda: not unsettled(nodes))
-    job.ends_well()
+    job.ends_well(failed_once=True)  # on a busy machine others notice the loss before the rollback
 
 
 @pytest.mark.sampled(1, group="whole NCCL jobs")

@@ -13,18 +13,15 @@ registered it by then, and a newer kernel takes what it has once written there f
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
 from pycriu import images
 from pycriu.images import pb
 
 from snapshotd.api.errors import Damaged, Where
-from snapshotd.criu import below, page_ranges, pagemap_image
-from snapshotd.criu.image_entries import HEADER_BYTES
+from snapshotd.criu import below, image_entries, page_ranges, pagemap_image
 from snapshotd.criu.page_ranges import Range
 from snapshotd.criu.pagemap_image import Pagemap, Piece
 
@@ -84,11 +81,10 @@ def _take(folder: Path, pid: int, lower: list[str], threads: list[int]) -> Itera
 
 def _written_by_the_kernel(folder: Path, threads: list[int]) -> Iterator[Range]:
     for number in threads:
-        content = (folder / f"core-{number}.img").read_bytes()
-        try:
-            (size,) = struct.unpack_from("<I", content, HEADER_BYTES)
-            core = pb.core_entry.FromString(content[HEADER_BYTES + 4 : HEADER_BYTES + 4 + size])
-        except (struct.error, DecodeError) as error:
-            raise ValueError(f"core-{number}.img cannot be read: {error}") from error
-        if area := core.thread_core.rseq_entry.rseq_abi_pointer:
-            yield area, area + max(_AREA_BYTES, core.thread_core.rseq_entry.rseq_abi_size)
+        name = f"core-{number}.img"
+        cores = image_entries.load(folder / name, pb.core_entry)
+        if len(cores) != 1:
+            raise ValueError(f"{name} has {len(cores)} entries")
+        rseq = cores[0].thread_core.rseq_entry
+        if area := rseq.rseq_abi_pointer:
+            yield area, area + max(_AREA_BYTES, rseq.rseq_abi_size)

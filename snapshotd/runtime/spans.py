@@ -48,6 +48,8 @@ class Recorded:
             return None
         at = _inside.get()
         parent = at[1] if at is not None and at[0] is self else None
+        while parent is not None and parent.ended_s:  # a task that it began, and that outlives it
+            parent = parent.parent
         self.spans.append(made := Span(name, began_s, parent, call=call))
         return made
 

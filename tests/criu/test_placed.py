@@ -167,9 +167,15 @@ def truncated(folder: Path, name: str) -> None:
 
 FAILURES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no core": (lambda folder: (folder / "core-7.img").unlink(), "core-7.img"),
-    "a core that ends early": (lambda folder: truncated(folder, "core-7.img"), "core-7.img cannot be read"),
-    "a core without an entry": (lambda folder: (folder / "core-7.img").write_bytes(bytes(8)), "core-7.img cannot be"),
-    "something else than a core": (lambda folder: (folder / "core-7.img").write_bytes(b"x" * 99), "core-7.img cannot"),
+    "a core that ends early": (lambda folder: truncated(folder, "core-7.img"), "core-7.img ends early"),
+    "a core without an entry": (
+        lambda folder: (folder / "core-7.img").write_bytes(bytes(8)),
+        "core-7.img has 0 entries",
+    ),
+    "something else than a core": (
+        lambda folder: (folder / "core-7.img").write_bytes(b"x" * 99),
+        "core-7.img ends early",
+    ),
     "no pagemap": (lambda folder: (folder / "pagemap-7.img").unlink(), "pagemap-7.img"),
     "a pagemap that ends early": (lambda folder: truncated(folder, "pagemap-7.img"), "ends early"),
     "something else than a pagemap": (
@@ -195,7 +201,6 @@ def test_image_from_which_pages_cannot_be_placed_is_damaged(precopied: Path, fai
     with pytest.raises(Damaged) as caught:
         placed.take(precopied, {7: 1})
     assert expected in caught.value.message
-    assert caught.value.message.startswith("pages that an image leaves out cannot be found: ")
     assert caught.value.where is Where.SOURCE_FROZEN
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -258,6 +260,19 @@ def test_example_has_only_valid_keys(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for text in (example, re.sub(r"^# (\w+ = )", r"\1", example, flags=re.MULTILINE)):
         keys = {line.split(":")[0] for line in problems(tmp_path, text.replace("/etc/snapshotd", "/nowhere"))}
         assert keys <= {"tls.ca", "tls.cert", "tls.key", "image_dir", "criu", "network_user"}
+
+
+def test_example_shows_the_defaults() -> None:
+    example = (Path(__file__).parents[2] / "systemd" / "snapshotd.toml.example").read_text(encoding="utf-8")
+    top = example.split("# `snapshotd join` writes", 1)[0]
+    shown = tomllib.loads("".join(re.findall(r"^# (\w+ = .*\n)", top, flags=re.MULTILINE)))
+    defaults = {field.name: field.default for field in msgspec.structs.fields(Config) if not field.required}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+    depends = {"advertise", "data_addresses"}  # on the node: an example of a value
+    depends |= {"criu", "image_dir", "spool_dir", "memory_claims_dir"}  # on the machine, or on another key
+    differ = {name: (value, plain[name]) for name, value in shown.items() if name not in depends}
+    assert {name: pair for name, pair in differ.items() if str(pair[0]) != str(pair[1])} == {}
+    assert len(differ) > 20
 
 
 def test_listening_on_all_addresses_requires_advertise(tmp_path: Path, certificates: Certificates) -> None:

@@ -15,7 +15,7 @@ from snapshotd.criu import page_ranges
 from snapshotd.criu.below import Layer
 from snapshotd.criu.page_ranges import Range
 from snapshotd.moves.precopied import Followed, Precopied, SentMemory
-from snapshotd.moves.source import large_memory, last_round
+from snapshotd.moves.source import large_memory, last_round, precopy
 from snapshotd.moves.source.last_round import LastRound
 from snapshotd.precopy.layout import Layout
 from snapshotd.precopy.messages import CHUNK_BYTES as ROUND_CHUNK_BYTES
@@ -167,3 +167,21 @@ def test_chunks_of_the_last_round_are_not_taken_for_memory_of_the_sender(
 
     asyncio.run(send())
     assert (rounds.store.path(MOVE) / large.file).read_bytes() == content[: 2 * (64 << 10)]
+
+
+async def test_kernel_with_large_pages_sends_nothing_before_the_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The images, and what the kernel says of pages, are in pages of 4 KiB."""
+    monkeypatch.setattr(precopy, "PAGE_BYTES", 64 << 10)
+    begun = cast(Any, SimpleNamespace(begin=SimpleNamespace(coordinator="")))
+    made = await precopy.run(cast(Any, None), begun, cast(Any, None), 5.0, 1 << 30, lambda: False)
+    assert (made.followed, made.begun) == ([], set())
+    assert "large pages" in made.warnings[0]
+
+
+def test_process_without_memory_of_that_kind_any_more(child: tuple[int, Memory, bytes], tmp_path: Path) -> None:
+    """The target needs nothing of what was sent, and must not be told of it."""
+    pid, memory, _ = child
+    rounds = Rounds(pid, memory, tmp_path)
+    rounds.layout = Layout([(1 << 20, 2 << 20)])
+    sent = SentMemory(rounds.followed, rounds.layout, bytes(rounds.layout.size_bytes // PAGE_BYTES))
+    assert last_round.find(Precopied(ahead=[sent])) == []

@@ -56,6 +56,28 @@ def test_spans_nest_also_in_threads_and_tasks() -> None:
     assert all(not span.unfinished and span.seconds >= 0 for span in found.values())
 
 
+def test_what_a_task_does_after_the_call_that_began_it_is_no_part_of_that_call() -> None:
+    """It keeps its own times: a trace would put it at the end of that call."""
+    move = a_move()
+
+    async def settle(ended: asyncio.Event) -> None:
+        await ended.wait()
+        with spans.span("thaw"), spans.span("socket options"):
+            pass
+
+    async def work() -> None:
+        ended = asyncio.Event()
+        with spans.of_move(move, "Target.Prepare"), spans.span("start"):
+            task = asyncio.create_task(settle(ended))
+        ended.set()
+        await task
+
+    asyncio.run(work())
+    prepare, start, thaw, inside = spans_of(move).spans
+    assert (prepare.parent, start.parent, thaw.parent, inside.parent) == (0, 1, 0, 3)
+    assert thaw.began_s >= prepare.began_s + prepare.seconds
+
+
 @pytest.mark.parametrize(
     ("call", "timed"),
     [

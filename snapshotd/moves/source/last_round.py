@@ -129,5 +129,6 @@ def find(precopied: Precopied) -> list[LastRound]:
             log.warning("what was sent of process %d before the freeze does not count: %s", one.followed.pid, error)
         else:
             layer = Layer(pid=one.followed.inner_pid, pages=pages, parent=None, rounds=[one.layout.ranges])
-            found.append(LastRound(one, layer))
+            if pages:  # else the target needs nothing of what was sent
+                found.append(LastRound(one, layer))
     return found
