@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import socket
 from collections import deque
@@ -25,7 +26,10 @@ from snapshotd.runtime import child_process
 from snapshotd.runtime.blocking import all_at_once, in_thread
 from snapshotd.runtime.child_process import ChildProcess
 
-__all__ = ["MOVE", "PLACE", "SAVE", "PageCopy", "packed"]
+__all__ = ["MOVE", "PLACE", "SAVE", "Copy", "PageCopy", "packed"]
+
+#: Descriptors of a memory and of a file, and what is copied between them.
+Copy = tuple[int, int, Iterable[Piece]]
 
 #: A page that was swapped out arrives within milliseconds, on a busy disk within seconds.
 LIMIT_S = 30.0
@@ -46,20 +50,15 @@ class PageCopy:
         await in_thread(self._start, count)
         return self
 
-    async def copy(
-        self, direction: bytes, memory: int, file: int, pieces: Iterable[Piece], copied: Callable[[int], None]
-    ) -> None:
+    async def copy(self, direction: bytes, copies: Iterable[Copy], copied: Callable[[int], None]) -> None:
         """Copies all of it; `copied` is told how many bytes have been. Raises Undone if the process has ended or its memory
         does not answer, OSError, or Internal."""
-        requests = _requests(pieces)
+        left = deque((memory, file, _requests(pieces)) for memory, file, pieces in copies)
         try:
             async with asyncio.TaskGroup() as group:
                 for child in self._children:
-                    try:
-                        socket.send_fds(child.line, [direction], [memory, file])
-                    except ConnectionError as error:
-                        raise self._ended(child) from error
-                    group.create_task(self._feed(child, requests, copied))
+                    group.create_task(self._work(child, direction, list(left), copied))
+                    left.rotate(-1)  # each begins with another one: those that write one file wait for each other
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
 
@@ -76,8 +75,24 @@ class PageCopy:
             self._children.append(child)
             child.line.setblocking(False)
 
+    async def _work(
+        self,
+        child: ChildProcess,
+        direction: bytes,
+        copies: Iterable[tuple[int, int, Iterator[list[Piece]]]],
+        copied: Callable[[int], None],
+    ) -> None:
+        """Has one child copy until nothing is left of any of them."""
+        for memory, file, requests in copies:
+            if (first := next(requests, None)) is not None:
+                try:
+                    socket.send_fds(child.line, [direction], [memory, file])
+                except ConnectionError as error:
+                    raise self._ended(child) from error
+                await self._feed(child, itertools.chain([first], requests), copied)
+
     async def _feed(self, child: ChildProcess, requests: Iterator[list[Piece]], copied: Callable[[int], None]) -> None:
-        """Has one child copy until there is no more."""
+        """Has one child copy until there is no more of what it has."""
         loop = asyncio.get_running_loop()
         sizes: deque[int] = deque()
         try:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from snapshotd.api.errors import RankGone, SnapshotError
 from snapshotd.criu import page_ranges
-from snapshotd.criu.below import Layer
+from snapshotd.criu.below import MAX_ROUNDS, Layer
 from snapshotd.criu.page_ranges import Range
 from snapshotd.moves.source import large_memory, process_memory
 from snapshotd.moves.source.large_memory import LEAST_BYTES, LEAST_RUN_BYTES, LargeMemory
@@ -82,7 +82,8 @@ def test_only_long_runs_of_ordinary_private_pages_are_sent_beside_criu() -> None
     for at in range(0, LEAST_BYTES, 2 * PAGE_BYTES):
         scattered.view[at] = 1
     (found,) = large_memory.find([os.getpid()])
-    assert (found.layer.pid, found.layer.parent, found.layer.rounds) == (os.getpid(), None, [found.layer.pages])
+    assert (found.layer.pid, found.layer.parent) == (os.getpid(), None)
+    assert page_ranges.joined(part for parts in found.layer.rounds for part in parts) == found.layer.pages
     assert large.has(found.layer.pages) == [(0, MIB), (MIB + LEAST_RUN_BYTES, 2 * LEAST_BYTES)]
     for one in (executable, shared, scattered):
         assert one.has(found.layer.pages) == []
@@ -102,7 +103,7 @@ def sent(memory: LargeMemory, folder: Path) -> bytes:
             assert sender.peak_chunks_held <= 6
 
     asyncio.run(send())
-    return (store.path(MOVE) / memory.file).read_bytes()
+    return b"".join((store.path(MOVE) / name).read_bytes() for name in memory.files)
 
 
 @pytest.fixture
@@ -137,16 +138,37 @@ def test_memory_of_a_process_arrives_in_the_order_of_its_addresses(
     monkeypatch.setattr(large_memory, "readers", lambda: readers)
     parts = [(0, 9 * PAGE_BYTES), (20 * PAGE_BYTES, 21 * PAGE_BYTES), (2 * CHUNK_BYTES, len(content) - PAGE_BYTES)]
     runs = [(memory.start + start, memory.start + end) for start, end in parts]
-    found = sent(LargeMemory(pid, Layer(77, runs, rounds=[runs])), tmp_path)
+    found = sent(LargeMemory(pid, Layer(77, runs, rounds=[runs])), tmp_path / "1")
     assert found == b"".join(content[start:end] for start, end in parts)
+    several = [[run] for run in runs]
+    assert sent(LargeMemory(pid, Layer(77, runs, rounds=several)), tmp_path / "3") == found
+
+
+@given(RUNS.filter(bool), st.integers(1, 9))
+def test_files_divide_the_memory(runs: list[tuple[int, int]], least_pages: int) -> None:
+    ranges: list[Range] = []
+    at = 0
+    for gap, length in runs:
+        ranges.append(((at + gap) * PAGE_BYTES, (at + gap + length) * PAGE_BYTES))
+        at += gap + length
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(large_memory, "LEAST_FILE_BYTES", least_pages * PAGE_BYTES)
+        files = large_memory._divided(ranges)
+    assert page_ranges.joined(part for parts in files for part in parts) == ranges
+    sizes = [page_ranges.size_bytes(parts) for parts in files]
+    assert sum(sizes) == page_ranges.size_bytes(ranges), "no page is in two files"
+    assert len(files) <= large_memory.MOST_FILES < MAX_ROUNDS
+    assert min(sizes[:-1], default=least_pages * PAGE_BYTES) >= least_pages * PAGE_BYTES
+    assert all(size == sizes[0] for size in sizes[:-1])
 
 
 @pytest.mark.root
 def test_process_that_ends_meanwhile_fails_the_dump(child: tuple[int, Memory, bytes], tmp_path: Path) -> None:
     pid, memory, _ = child
     runs = [(memory.start, memory.end)]
+    beyond = [*runs, (1 << 20, 2 << 20)]
     with pytest.raises(ExceptionGroup) as failed:
-        sent(LargeMemory(pid, Layer(77, [*runs, (1 << 20, 2 << 20)], rounds=[runs])), tmp_path)
+        sent(LargeMemory(pid, Layer(77, beyond, rounds=[beyond])), tmp_path)
     assert failed.group_contains(SnapshotError, match=f"process {pid} cannot be read"), "nothing is at that address"
     with pytest.raises(RankGone, match="has ended"):
         sent(LargeMemory(2**22 - 1, Layer(77, runs, rounds=[runs])), tmp_path / "gone")

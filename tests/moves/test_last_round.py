@@ -83,7 +83,7 @@ class Rounds:
                 frame.digest = frame.computed_digest()
                 return frame
 
-            await sender.put_frames(name, read)
+            await sender.put_frames([name], read)
             await sender.stored()
             await large_memory.send(sender, [last])
             assert self.store.seal(MOVE, await sender.finish()) == []
@@ -166,7 +166,7 @@ def test_chunks_of_the_last_round_are_not_taken_for_memory_of_the_sender(
             assert rounds.store.seal(MOVE, await sender.finish()) == []
 
     asyncio.run(send())
-    assert (rounds.store.path(MOVE) / large.file).read_bytes() == content[: 2 * (64 << 10)]
+    assert (rounds.store.path(MOVE) / large.files[0]).read_bytes() == content[: 2 * (64 << 10)]
 
 
 async def test_kernel_with_large_pages_sends_nothing_before_the_freeze(monkeypatch: pytest.MonkeyPatch) -> None:

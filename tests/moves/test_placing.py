@@ -214,7 +214,12 @@ async def test_pages_are_placed_and_holes_are_not(
         assert after < before
 
 
-async def test_each_process_gets_its_pages_from_its_files(process: Stopped, folder: Path) -> None:
+@pytest.mark.parametrize("writers", [1, 3, 8])
+async def test_each_process_gets_its_pages_from_its_files(
+    process: Stopped, folder: Path, monkeypatch: pytest.MonkeyPatch, writers: int
+) -> None:
+    monkeypatch.setattr(placing, "BYTES_PER_WRITER", MIB)
+    monkeypatch.setattr(os, "cpu_count", lambda: writers)
     other = Stopped()
     try:
         old, new, theirs = (put(folder / name) for name in ("old", "new", "theirs"))

@@ -2,7 +2,8 @@
 
 criu reads one process after the other, in one thread, page by page; a rank with gigabytes of memory would wait for it. So
 long runs of pages are read here, while criu dumps the rest. To criu and to the target they are pages that
-were sent before the freeze (snapshotd/criu/below.py): one file for each process, in the order of their addresses.
+were sent before the freeze (snapshotd/criu/below.py), of several rounds: each is a file, in the order of their addresses,
+and the target writes several files at the same time. Into one file the kernel lets only one thread write.
 
 Left to criu are pages of executable mappings, because it writes a few instructions into one of them, runs them, and puts back
 what was there; processes whose pages lie in their parent's image, because a process has pages of one kind only below its own;
@@ -15,6 +16,7 @@ The rank is frozen, so what is read is what criu would have read.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import threading
@@ -45,6 +47,8 @@ LEAST_RUN_BYTES = 256 << 10
 LEAST_BYTES = 16 << 20
 #: One reads 7 GB/s; more only wait for each other, and keep the threads that send from their work.
 MOST_READERS = 4
+#: Files of one process, which the target writes at the same time, and how much each has at least.
+MOST_FILES, LEAST_FILE_BYTES = 8, 64 << 20
 
 
 class ReadBeside(Protocol):
@@ -55,14 +59,14 @@ class ReadBeside(Protocol):
     @property
     def layer(self) -> Layer: ...
     @property
-    def file(self) -> str: ...
+    def files(self) -> Sequence[str]: ...
     @property
     def size_bytes(self) -> int:
         """How much is read."""
 
     def frames(self, sender: Sender, memory: ProcessMemory) -> Iterator[Callable[[int], Frame]]:
-        """What reads the chunks of the file, which they cover, one after the other: each is called in a thread, with a number
-        of the sender's. May raise OSError."""
+        """What reads the chunks of the files, which they cover: each is called in a thread, with a number of the sender's.
+        May raise OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +77,27 @@ class LargeMemory:
     layer: Layer
 
     @property
-    def file(self) -> str:
-        return ahead_pages_name(self.layer.pid, 1)
+    def files(self) -> Sequence[str]:
+        return [ahead_pages_name(self.layer.pid, number) for number, _ in enumerate(self.layer.rounds, 1)]
 
     @property
     def size_bytes(self) -> int:
         return page_ranges.size_bytes(self.layer.pages)
 
     def frames(self, sender: Sender, memory: ProcessMemory) -> Iterator[Callable[[int], Frame]]:
-        for offset, parts in chunks(self.layer.pages, sender.chunk_bytes):
-            yield partial(self._frame, sender, memory, offset, parts)
+        """A chunk of each file in turn."""
+        names = self.files
+        for in_turn in itertools.zip_longest(*(chunks(pages, sender.chunk_bytes) for pages in self.layer.rounds)):
+            for file, chunk in zip(names, in_turn, strict=True):
+                if chunk is not None:
+                    yield partial(self._frame, sender, memory, file, *chunk)
 
+    @staticmethod
     def _frame(
-        self, sender: Sender, memory: ProcessMemory, offset: int, parts: Sequence[Range], sequence: int
+        sender: Sender, memory: ProcessMemory, file: str, offset: int, parts: Sequence[Range], sequence: int
     ) -> Frame:
         data = sender.filled(page_ranges.size_bytes(parts), partial(memory.fill, parts))
-        return raw_frame(sequence, self.file, offset, data, strong=sender.strong)
+        return raw_frame(sequence, file, offset, data, strong=sender.strong)
 
 
 def find(pids: Iterable[int], without: Collection[int | None] = ()) -> list[LargeMemory]:
@@ -108,11 +117,18 @@ def find(pids: Iterable[int], without: Collection[int | None] = ()) -> list[Larg
                 continue
             runs = [(start, end) for start, end in private if end - start >= LEAST_RUN_BYTES]
             if page_ranges.size_bytes(runs) >= LEAST_BYTES:
-                found.append(LargeMemory(pid, Layer(pid=inner_pid, pages=runs, rounds=[runs])))
+                found.append(LargeMemory(pid, Layer(pid=inner_pid, pages=runs, rounds=_divided(runs))))
     except (NotSupported, OSError) as error:
         log.info("all memory is left to criu: %s", error)
         return []
     return found
+
+
+def _divided(runs: Sequence[Range]) -> list[list[Range]]:
+    """The pages of each file."""
+    size_pages = page_ranges.size_bytes(runs) // PAGE_BYTES
+    count = max(1, min(MOST_FILES, size_pages * PAGE_BYTES // LEAST_FILE_BYTES))
+    return [parts for _, parts in chunks(runs, -(-size_pages // count) * PAGE_BYTES)]
 
 
 async def send(sender: Sender, memory: Sequence[ReadBeside]) -> None:
@@ -125,7 +141,7 @@ async def send(sender: Sender, memory: Sequence[ReadBeside]) -> None:
             opened.callback(reading.close)
             async with asyncio.TaskGroup() as group:
                 for _ in range(readers()):
-                    group.create_task(sender.put_frames(one.file, reading.next))
+                    group.create_task(sender.put_frames(one.files, reading.next))
             await in_thread(reading.must_live)
 
 
@@ -134,7 +150,7 @@ def readers() -> int:
 
 
 class _Reading:
-    """Makes the chunks of one file, for several threads."""
+    """Makes the chunks of one process, for several threads."""
 
     def __init__(self, sender: Sender, memory: ReadBeside) -> None:
         self._sender, self._memory = sender, memory

@@ -42,7 +42,11 @@ class LastRound:
         return self.sent.followed.pid
 
     @property
-    def file(self) -> str:
+    def files(self) -> Sequence[str]:
+        return [self._file]
+
+    @property
+    def _file(self) -> str:
         return round_name(self.sent.followed.file, self.sent.followed.rounds + 1)
 
     @property
@@ -62,7 +66,7 @@ class LastRound:
             yield partial(self._hole, sender, at, self.sent.layout.size_bytes - at)
 
     def _hole(self, sender: Sender, offset: int, length: int, sequence: int) -> Frame:
-        return hole_frame(sequence, self.file, offset, length, strong=sender.strong)
+        return hole_frame(sequence, self._file, offset, length, strong=sender.strong)
 
     def _frame(
         self,
@@ -87,7 +91,7 @@ class LastRound:
             return self._hole(sender, offset, length, sequence)
         bitmap = int(digits[::-1], 2).to_bytes(-(-len(digits) // 8), "little")
         frame = Frame(
-            *(Kind.DATA, sequence, self.file, offset, length),
+            *(Kind.DATA, sequence, self._file, offset, length),
             bitmap=bitmap,
             payload_bytes=len(data),
             payload=data,

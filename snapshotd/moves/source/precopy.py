@@ -199,7 +199,7 @@ class _Rounds:
             return 0
         reading = Reading(one, name, strong=sender.strong)
         while not reading.over:
-            await sender.put_frames(name, reading.some)
+            await sender.put_frames([name], reading.some)
             if reading.failure is not None:
                 self._give_up(one, reading.failure)
             if host.boottime_s() > self._working_s + _WORK_S:

@@ -141,7 +141,8 @@ class TwinMemory:
         try:
             await in_thread(lambda: files.append(_new_file(self._path(one))))
             await copy.start(readers())
-            await copy.copy(page_copy.SAVE, one.memory, files[0], page_copy.packed(one.layer.pages), self._written)
+            pages = page_copy.packed(one.layer.pages)
+            await copy.copy(page_copy.SAVE, [(one.memory, files[0], pages)], self._written)
             done = True
         finally:
             await copy.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 from snapshotd.api.errors import CriuFailed, SnapshotError, Where
 from snapshotd.criu.placed import PlacedPages
 from snapshotd.moves import page_copy
-from snapshotd.moves.page_copy import PageCopy
+from snapshotd.moves.page_copy import Copy, PageCopy
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 
@@ -54,28 +54,32 @@ class Placing:
         try:
             await self._starting
             await reach(Point.PLACING)
-            for one in self._placed:
-                with contextlib.ExitStack() as opened:
-                    memory, file = await in_thread(self._open, one, processes, opened)
-                    await self._copy.copy(self._direction, memory, file, one.pieces, lambda _: None)
+            with contextlib.ExitStack() as opened:
+                copies = await in_thread(self._open_all, processes, opened)
+                await self._copy.copy(self._direction, copies, lambda _: None)
         except (SnapshotError, OSError) as error:
             reason = error.message if isinstance(error, SnapshotError) else str(error)
             text = f"the memory of the copy cannot be restored: {reason}"
             raise CriuFailed(text, where=Where.SOURCE_FROZEN) from error
 
-    def _open(
-        self, one: PlacedPages, processes: Callable[[], Mapping[int, int]], opened: contextlib.ExitStack
-    ) -> tuple[int, int]:
-        """The memory of the process, and the file."""
-        pid = processes().get(one.pid, 0)
+    def _open_all(self, processes: Callable[[], Mapping[int, int]], opened: contextlib.ExitStack) -> list[Copy]:
+        memories = {pid: self._open_memory(pid, processes, opened) for pid in {one.pid for one in self._placed}}
+        copies: list[Copy] = []
+        for one in self._placed:
+            file = os.open(self._folder / one.file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            opened.callback(os.close, file)
+            copies.append((memories[one.pid], file, one.pieces))
+        return copies
+
+    @staticmethod
+    def _open_memory(inner_pid: int, processes: Callable[[], Mapping[int, int]], opened: contextlib.ExitStack) -> int:
+        pid = processes().get(inner_pid, 0)
         if not pid:
-            raise ProcessLookupError(f"it has no process {one.pid}")
+            raise ProcessLookupError(f"it has no process {inner_pid}")
         memory = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
         opened.callback(os.close, memory)
         # Its user can kill it, and its pid may have been given to any program before it was opened. Nothing can have become
         # a process of the copy meanwhile: all are frozen.
-        if processes().get(one.pid) != pid:
-            raise ProcessLookupError(f"process {one.pid} of it has ended")
-        file = os.open(self._folder / one.file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        opened.callback(os.close, file)
-        return memory, file
+        if processes().get(inner_pid) != pid:
+            raise ProcessLookupError(f"process {inner_pid} of it has ended")
+        return memory

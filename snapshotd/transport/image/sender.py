@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,11 +147,12 @@ class Sender:
         self._begin(name)
         await self._or_failure(self._read_file(name, fd))
 
-    async def put_frames(self, name: str, read: Callable[[int], Frame | None]) -> None:
-        """Sends what `read(sequence)` returns, in threads, until it returns None. The chunks of all calls with this name have
-        to cover the file."""
-        if name not in self._files:
-            self._begin(name)
+    async def put_frames(self, names: Iterable[str], read: Callable[[int], Frame | None]) -> None:
+        """Sends what `read(sequence)` returns, in threads, until it returns None: chunks of these files, in any order. The
+        chunks of all calls with a name have to cover its file."""
+        for name in names:
+            if name not in self._files:
+                self._begin(name)
         await self._or_failure(self._read_frames(read))
 
     def filled(self, length: int, fill: Callable[[memoryview], None]) -> bytes | bytearray:
