@@ -1,8 +1,8 @@
 """Eight forked workers that share most of their memory with their parent.
 
 After the fork they write some pages, drop some and protect some; one has a child of its own, and another child executes
-another program. The parent rewrites and drops pages that its workers keep. Each process answers with the digest of its
-memory.
+another program. The parent rewrites and drops pages that its workers keep, and has some that they do not have. Each process
+answers with the digest of its memory.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from steps import say, steps, wrong
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--mib", type=int, default=128)
+parser.add_argument("--own-mib", type=int, default=24)
 options, _ = parser.parse_known_args()
 
 Ask = Callable[..., str]
@@ -107,13 +108,14 @@ other = subprocess.Popen(
 )
 write(20000, 120, 77)  # the workers still have what was there
 drop(21000, 60)
+own = bytearray(random.Random(WORKERS).randbytes(options.own_mib * MIB))
 assert other.stdin is not None
 assert other.stdout is not None
-first = [digest(True), *(ask(True) for ask in asks)]
+first = [zlib.crc32(own), digest(True), *(ask(True) for ask in asks)]
 for step in steps(default_pace_s=0.05):
     other.stdin.write("?\n")
     other.stdin.flush()
     say(step, other.stdout.readline().strip(), asks[step % WORKERS]())
-now = [digest(True), *(ask(True) for ask in asks)]
+now = [zlib.crc32(own), digest(True), *(ask(True) for ask in asks)]
 if now != first:
     wrong(f"memory: {first} became {now}")

@@ -4,8 +4,8 @@ criu restores memory in one thread for each process. What a process has in files
 placed by several at once instead (snapshotd/moves/target/placing.py). To criu such a page does not exist, so it leaves the
 mapping empty there. All of them are of anonymous mappings, where an empty page reads as zero.
 
-Left to criu are pages that another process shares: it makes children before it restores their pages, so that they have them
-from their parents.
+Left to criu are the files of a process if another one has any of their pages from it: criu makes children before it
+restores their pages, so that they share them.
 
 Left out is also what the kernel writes into a thread's memory whenever it runs, its restartable-sequences area: criu has
 registered it by then, and a newer kernel takes what it has once written there for granted.
@@ -52,25 +52,39 @@ def take(folder: Path, described: Mapping[int, int]) -> tuple[list[PlacedPages],
         with (folder / "pstree.img").open("rb") as file:
             tree = {entry["pid"]: entry for entry in images.load(file)["entries"]}
         parents = {pid: entry["ppid"] for pid, entry in tree.items()}
-        needed = {name for pid in described for name in below.chain_of(pid, parents, described)[1:]}
-        alone = [pid for pid, rounds in described.items() if rounds and pagemap_image.name_of(pid) not in needed]
-        found = [
-            one
-            for pid in alone
-            for one in _take(folder, pid, below.chain_of(pid, parents, described)[1:], tree[pid]["threads"])
-        ]
+        chains = {pid: below.chain_of(pid, parents, described)[1:] for pid in described}
+        pagemaps = {name: _decoded(folder / name) for name in map(pagemap_image.name_of, described)}
+        alone = [pid for pid, rounds in described.items() if rounds and not _is_needed(pid, chains, pagemaps)]
+        found = [one for pid in alone for one in _take(folder, pid, chains[pid], tree[pid]["threads"])]
     except (OSError, ValueError, KeyError) as error:
         raise Damaged(f"pages that an image leaves out cannot be found: {error}", where=Where.SOURCE_FROZEN) from error
     return found, {pid: rounds for pid, rounds in described.items() if pid not in alone}
 
 
+def _decoded(path: Path) -> Pagemap:
+    return pagemap_image.decode(path.read_bytes())
+
+
+def _is_needed(pid: int, chains: Mapping[int, list[str]], pagemaps: Mapping[str, Pagemap]) -> bool:
+    """Whether another process has pages from the files of this one."""
+    newest = chains[pid][0]
+    for other, chain in chains.items():
+        if other != pid and newest in chain:
+            wanted = pagemaps[pagemap_image.name_of(other)].below
+            for name in chain[: chain.index(newest)]:
+                wanted = page_ranges.without(wanted, pagemaps[name].present)
+            if wanted:
+                return True
+    return False
+
+
 def _take(folder: Path, pid: int, lower: list[str], threads: list[int]) -> Iterator[PlacedPages]:
     """What of one process is placed: criu finds only what is in its own image from now on."""
     path = folder / pagemap_image.name_of(pid)
-    own = pagemap_image.decode(path.read_bytes())
+    own = _decoded(path)
     wanted = page_ranges.without(own.below, page_ranges.joined(_written_by_the_kernel(folder, threads)))
     for name in lower:
-        pagemap = pagemap_image.decode((folder / name).read_bytes())
+        pagemap = _decoded(folder / name)
         pieces = list(pagemap_image.located(pagemap.present, wanted))
         wanted = page_ranges.without(wanted, pagemap.present)
         yield PlacedPages(pid, below.pages_of(name, pagemap.pages_id), pieces)

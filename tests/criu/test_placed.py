@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pycriu.images import pb
 
 from snapshotd.api.errors import Damaged, Where
-from snapshotd.criu import below, page_ranges, pagemap_image, placed
+from snapshotd.criu import below, layers, page_ranges, pagemap_image, placed
 from snapshotd.criu.page_ranges import Range
 from snapshotd.criu.pagemap_image import PAGE_BYTES, Pagemap, Piece
 from snapshotd.criu.placed import PlacedPages
@@ -132,6 +132,26 @@ def test_pages_that_a_child_takes_are_left_to_criu(precopied: Path, described: d
     assert left == {pid: rounds for pid, rounds in described.items() if pid not in own}
     for pid, was in before.items():
         assert pagemap(precopied, pid) == (Pagemap(was.pages_id, was.present, []) if pid in own else was)
+
+
+@pytest.mark.parametrize(
+    ("child", "grandchild", "own"),
+    [
+        ([span(1, 2), span(5, 6)], [span(1, 2)], [7]),  # both are in the image of 7
+        ([span(1, 2), span(20, 21)], [], []),
+        ([], [span(21, 22)], []),
+        ([], [span(30, 31)], [7]),  # which 8 has in its own image, as the others are in that of 7
+    ],
+)
+def test_pages_that_nobody_shares_are_placed_although_others_are_shared(
+    precopied: Path, child: list[Range], grandchild: list[Range], own: list[int]
+) -> None:
+    put(precopied, "pagemap-8.img", 2, [span(30, 31)], child)
+    put(precopied, "pagemap-9.img", 3, [], grandchild)
+    found, left = placed.take(precopied, {7: 1, 8: 0, 9: 0})
+    assert [one.pid for one in found] == own
+    assert left == ({8: 0, 9: 0} if own else {7: 1, 8: 0, 9: 0})
+    assert layers.build(precopied, left) == (2 if own else 3), "criu looks for pages in no file that was placed"
 
 
 @pytest.mark.parametrize(

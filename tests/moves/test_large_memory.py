@@ -87,7 +87,16 @@ def test_only_long_runs_of_ordinary_private_pages_are_sent_beside_criu() -> None
     assert large.has(found.layer.pages) == [(0, MIB), (MIB + LEAST_RUN_BYTES, 2 * LEAST_BYTES)]
     for one in (executable, shared, scattered):
         assert one.has(found.layer.pages) == []
-    assert large_memory.find([os.getpid()], without={os.getpid()}) == []
+    mine = os.getpid()
+    first = [(large.start, large.start + MIB)]
+    assert large_memory.find([mine], without={mine}) == []
+    assert large_memory.find([mine], [Layer(mine, [], parent=1)]) == [], (
+        "all its own pages may lie below one image only"
+    )
+    (less,) = large_memory.find([mine], [Layer(99, first, parent=mine), Layer(98, [(large.end, 2**47)], parent=7)])
+    assert large.has(less.layer.pages) == [(MIB + LEAST_RUN_BYTES, 2 * LEAST_BYTES)], (
+        "what a child shares is left to criu"
+    )
     assert large_memory.find([2**22 - 1]) == [], "it has ended"
 
 

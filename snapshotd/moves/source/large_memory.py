@@ -7,7 +7,7 @@ and the target writes several files at the same time. Into one file the kernel l
 
 Left to criu are pages of executable mappings, because it writes a few instructions into one of them, runs them, and puts back
 what was there; processes whose pages lie in their parent's image, because a process has pages of one kind only below its own;
-and those parents, because criu's restore would look for each page of the children in one list more.
+and those pages, because criu's restore has them shared again.
 
 Only anonymous pages that are in memory, of mappings without a file, are read: reading them never waits for a user's program.
 The rank is frozen, so what is read is what criu would have read.
@@ -20,6 +20,7 @@ import itertools
 import logging
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -100,22 +101,28 @@ class LargeMemory:
         return raw_frame(sequence, file, offset, data, strong=sender.strong)
 
 
-def find(pids: Iterable[int], without: Collection[int | None] = ()) -> list[LargeMemory]:
-    """What is worth sending; `without` are processes that are left to criu, by the pids of their own namespace. Blocking. The
-    rank is frozen."""
+def find(pids: Iterable[int], layers: Iterable[Layer] = (), without: Collection[int] = ()) -> list[LargeMemory]:
+    """What is worth sending, besides these layers; `without` are processes that are left to criu, by the pids of their own
+    namespace. Blocking. The rank is frozen."""
+    taken, shared = set(without), defaultdict[int, list[Range]](list)
+    for layer in layers:
+        taken.add(layer.pid)
+        if layer.parent is not None:
+            shared[layer.parent] += layer.pages
     found = []
     if PAGE_BYTES != pagemap_image.PAGE_BYTES:  # on some arm64 machines
         return []
     try:
         for pid in pids:
             try:
-                if (inner_pid := status.read(pid).inner_pid) in without:
+                if (inner_pid := status.read(pid).inner_pid) in taken:
                     continue
                 with PageFrames(pid) as frames:
                     private = frames.private(plain=True)
             except GONE:
                 continue
-            runs = [(start, end) for start, end in private if end - start >= LEAST_RUN_BYTES]
+            alone = page_ranges.without(private, page_ranges.joined(shared[inner_pid]))
+            runs = [(start, end) for start, end in alone if end - start >= LEAST_RUN_BYTES]
             if page_ranges.size_bytes(runs) >= LEAST_BYTES:
                 found.append(LargeMemory(pid, Layer(pid=inner_pid, pages=runs, rounds=_divided(runs))))
     except (NotSupported, OSError) as error:

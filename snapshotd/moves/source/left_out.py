@@ -36,9 +36,8 @@ def find(pids: Sequence[int], precopied: Precopied, twins: TwinMemory | None, *,
         layers += twins.find({layer.pid for layer in layers})
     read: list[ReadBeside] = [*rounds]
     if beside:
-        taken = {pid for layer in layers for pid in (layer.pid, layer.parent)}
-        # Those of which something was sent that does not count have a file of that name on the target.
-        large = large_memory.find(pids, taken | precopied.begun)
+        # Processes of which something was sent that does not count have a file of that name on the target.
+        large = large_memory.find(pids, layers, without=precopied.begun)
         read += large
         layers += [one.layer for one in large]
     return LeftOut(layers, read, [file for file in precopied.files if file_of(file.name) in files])
