@@ -82,7 +82,7 @@ def test_peer_daemon_killed_breaks_no_connection(nodes: Cluster, ends: Endpoints
     crash.ends_well(TARGET if point is Point.BEFORE_SETTLE else SOURCE)
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_driver_killed_between_re_pointing_and_outcome_is_undone(nodes: Cluster, ends: Endpoints) -> None:
     crash = Crash(nodes, ends)
     nodes.fault(PEER, Point.REPOINT, "wait")
@@ -93,7 +93,7 @@ def test_driver_killed_between_re_pointing_and_outcome_is_undone(nodes: Cluster,
     crash.ends_well(SOURCE)
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_source_that_reboots_before_the_re_point_resets_no_peer(nodes: Cluster, ends: Endpoints) -> None:
     """The driver is killed too. The source commits the target's copy after its reboot, and the peer follows by itself."""
     ends.rank(SOURCE, "--serve", "0.0.0.0:7013", "--engine", "epoll")

@@ -56,7 +56,7 @@ def test_streams_follow_a_rank_from_node_to_node(
     until("forwardings to be gone", lambda: not forwardings(nodes))
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_full_queues_of_outgoing_connections_follow_the_rank(nodes: Cluster, ends: Endpoints) -> None:
     """No process reads for a while: both queues of both sockets are full when the rank is frozen."""
     ends.peer(PEER, "--serve", "0.0.0.0:7001", "--engine", "epoll", "--stall", str(ends.stall), "--pace-s", "0")
@@ -84,7 +84,7 @@ def queued(nodes: Cluster, node: str, port: int) -> bool:
     return bool(mine) and all(row.unread_bytes > 50_000 and row.unacked_bytes > 50_000 for row in mine)
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_undone_move_leaves_connections_unchanged(nodes: Cluster, ends: Endpoints) -> None:
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7002", "--engine", "epoll")
     address = nodes.lab.address(SOURCE)
@@ -110,7 +110,7 @@ def test_undone_move_leaves_connections_unchanged(nodes: Cluster, ends: Endpoint
 # ---------------------------------------------------------------- new connections
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_new_connections_reach_the_rank_on_every_node(nodes: Cluster, ends: Endpoints) -> None:
     """They are made during and after each move. Connections made through a forwarding follow the next moves too."""
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7003", "--engine", "epoll")
@@ -135,7 +135,7 @@ def calling(nodes: Cluster, node: str, port: int) -> bool:
     return any(row.state == "syn-sent" and row.remote and row.remote.port == port for row in rows)
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_connection_made_during_an_undone_move_is_accepted(nodes: Cluster, ends: Endpoints) -> None:
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7004")
     with nodes.moving(rank, TARGET, TARGET, Point.BEFORE_RESTORE) as asked:
@@ -148,7 +148,7 @@ def test_connection_made_during_an_undone_move_is_accepted(nodes: Cluster, ends:
     ends.end()
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_forwardings_survive_daemons_and_end_with_the_job(nodes: Cluster, ends: Endpoints) -> None:
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7005", "--engine", "epoll")
     address = f"{nodes.lab.address(SOURCE)}:7005"
@@ -170,7 +170,7 @@ def test_forwardings_survive_daemons_and_end_with_the_job(nodes: Cluster, ends: 
 # ---------------------------------------------------------------- socket options, time-outs, other sockets
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_socket_options_and_unusual_sockets_are_kept(nodes: Cluster, ends: Endpoints) -> None:
     here, there = nodes.lab.address(SOURCE), nodes.lab.address(PEER)
     command = [sys.executable, str(WORKLOADS / "sockets.py"), "--echo", f"{there}:7009", "--stream", f"{there}:7009"]
@@ -195,7 +195,7 @@ def test_socket_options_and_unusual_sockets_are_kept(nodes: Cluster, ends: Endpo
         server.wait()
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_short_tcp_time_outs_do_not_end_a_connection_during_a_move(nodes: Cluster, ends: Endpoints) -> None:
     """TCP_USER_TIMEOUT and keepalive of one or two seconds on both sockets, and a pause of more than three."""
     short = ("--user-timeout-ms", "1500", "--keepalive-s", "1")
@@ -217,7 +217,7 @@ def test_short_tcp_time_outs_do_not_end_a_connection_during_a_move(nodes: Cluste
     ends.end()
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_two_connected_ranks_do_not_move_at_the_same_time(nodes: Cluster, ends: Endpoints) -> None:
     first = ends.rank(SOURCE, "--serve", "0.0.0.0:7012", rank=0)
     second: Job = ends.rank(PEER, "--connect", f"{nodes.lab.address(SOURCE)}:7012", rank=1)

@@ -21,7 +21,7 @@ from snapshotd.runtime.faults import Point
 SOURCE, PEER, TARGET = "node-1", "node-2", "spare-1"
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_connection_outside_the_cluster_is_listed_and_reset(nodes: Cluster) -> None:
     command = [sys.executable, str(WORKLOADS / "outside.py"), "10.213.0.1:7006"]
     server = nodes.lab.spawn("operator", [*command, "--serve"], stdout=subprocess.PIPE, text=True)
@@ -65,7 +65,7 @@ with socket.create_connection((sys.argv[1], 7014), 60, ("", int(sys.argv[2]))) a
 """
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_connection_whose_addresses_are_taken_on_the_target_is_named_before_a_pause(nodes: Cluster) -> None:
     """Another process there has called the same peer from the same port."""
 
@@ -96,7 +96,7 @@ def test_connection_whose_addresses_are_taken_on_the_target_is_named_before_a_pa
     echo.kill()
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_half_closed_connection_is_refused(nodes: Cluster) -> None:
     command = [sys.executable, str(WORKLOADS / "outside.py"), "--half-close"]
     server = nodes.lab.spawn(PEER, [*command, "--serve", "0.0.0.0:7007"], stdout=subprocess.PIPE, text=True)
@@ -112,7 +112,7 @@ def test_half_closed_connection_is_refused(nodes: Cluster) -> None:
         server.communicate()
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_connection_that_its_peer_has_closed_follows_the_rank(nodes: Cluster) -> None:
     """The peers are on another node and on the source, and their kernels still know the connection, or not any more. The rank
     reads what had arrived, and then the end, after any number of moves."""
@@ -157,7 +157,7 @@ def ends_of(nodes: Cluster, node: str, ports: set[int]) -> set[tuple[int, str]]:
     return {(row.local.port, row.state) for row in rows if row.local.port in ports and row.remote}
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_connection_that_its_peer_closes_during_a_move_follows_the_rank(nodes: Cluster) -> None:
     """The frozen rank cannot learn it, so the move is undone and tried again."""
     closed, go = nodes.folder / "ended.closed", nodes.folder / "ended.go"
@@ -185,7 +185,7 @@ def test_connection_that_its_peer_closes_during_a_move_follows_the_rank(nodes: C
         server.communicate()
 
 
-@pytest.mark.sampled(6, group="connections")
+@pytest.mark.sampled(4, group="connections")
 def test_listener_on_loopback_is_named_and_works_on_the_target(nodes: Cluster, ends: Endpoints) -> None:
     """Every node has the address of a local bridge, which must not become that of a connection between nodes."""
     rank = ends.rank(SOURCE, "--serve", "127.0.0.1:7008")

@@ -18,6 +18,8 @@ from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, UNDONE, 
 from snapshotd.runtime.faults import Point
 from tests.fakes.cuda_fake import gpus
 
+pytestmark = pytest.mark.sampled(2, group="memory that is handed over")
+
 COPIER, FILLER, HOLDER = "snapshotd.holder.copier", "snapshotd.holder.filler", "snapshotd.holder.process"
 SIZE = LARGE_MIB * MIB
 

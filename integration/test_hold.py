@@ -20,6 +20,8 @@ from integration.harness import until
 from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, children, part, start
 from snapshotd.runtime.faults import Point
 
+pytestmark = pytest.mark.sampled(3, group="hold")
+
 #: More than the file system for images may have.
 HUGE_MIB, SMALL_MIB = 640, 560
 COPIER, FILLER = "snapshotd.holder.copier", "snapshotd.holder.filler"
@@ -158,7 +160,6 @@ def test_killed_process_that_copies_is_replaced(lab: GpuCluster, node: str, prog
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(1, group="hold")
 def test_lost_memory_ends_the_rank(lab: GpuCluster) -> None:
     """The process that keeps it is killed, and so is the copier: no process has the memory any more."""
     job = start(lab, *LARGE)

@@ -48,7 +48,7 @@ def test_copy_stays_on_the_gpu_and_is_saved_while_the_rank_goes_on(lab: GpuClust
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(2, group="device memory of snapshots")
+@pytest.mark.sampled(1, group="device memory of snapshots")
 def test_gpu_without_room_has_its_memory_copied_to_the_host_while_the_rank_waits(lab: GpuCluster) -> None:
     lab.nodes[ONE].change(memory_mib=200)  # contexts of the rank and of the copier, and the memory once
     job = start(lab)
@@ -59,7 +59,7 @@ def test_gpu_without_room_has_its_memory_copied_to_the_host_while_the_rank_waits
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(2, group="device memory of snapshots")
+@pytest.mark.sampled(1, group="device memory of snapshots")
 def test_gpu_whose_room_was_taken_since_has_its_memory_copied_to_the_host(lab: GpuCluster) -> None:
     """The rank has its memory again, and cannot allocate what would make it independent of the copy."""
     job = start(lab)
@@ -75,7 +75,7 @@ def test_gpu_whose_room_was_taken_since_has_its_memory_copied_to_the_host(lab: G
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(2, group="device memory of snapshots")
+@pytest.mark.sampled(1, group="device memory of snapshots")
 def test_killed_copier_is_replaced_while_the_rank_goes_on(lab: GpuCluster) -> None:
     job = start(lab)
     with asking(lab.cluster, ONE, Point.SAVING, "wait", "snapshot", job.name) as asked:
@@ -88,7 +88,7 @@ def test_killed_copier_is_replaced_while_the_rank_goes_on(lab: GpuCluster) -> No
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(2, group="device memory of snapshots")
+@pytest.mark.sampled(1, group="device memory of snapshots")
 def test_snapshot_whose_memory_cannot_be_saved_does_not_count(lab: GpuCluster) -> None:
     """The one before it is kept, and the rank goes on."""
     job = start(lab)
@@ -107,7 +107,7 @@ def test_snapshot_whose_memory_cannot_be_saved_does_not_count(lab: GpuCluster) -
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "point",
     [

@@ -12,7 +12,7 @@ import pytest
 
 from integration.gpu_nodes import GpuCluster
 from integration.harness import MIGRATOR, PATIENCE_S, Cluster, until
-from integration.job_commands import EVERY_DAY, WHOLE_JOBS, ask
+from integration.job_commands import ONE_OF_A_KIND, WHOLE_JOBS, ask
 from integration.nccl_nodes import NcclJob, unsettled
 from snapshotd.runtime.faults import Point
 
@@ -30,7 +30,7 @@ def _rolls_back(nodes: Cluster, name: str) -> bool:
     return nodes.migrator("job", "rollback", name, timeout_s=2 * PATIENCE_S).returncode == 0
 
 
-@EVERY_DAY
+@ONE_OF_A_KIND
 @pytest.mark.timeout(1200)
 def test_nccl_job_is_suspended_resumed_snapshotted_and_rolled_back(nodes: Cluster) -> None:
     job = NcclJob(nodes, [ONE, ONE, TWO, TWO], shape="pairs")

@@ -14,7 +14,7 @@ import pytest
 
 from integration.configuring import configured
 from integration.harness import MIGRATOR, Cluster, until
-from integration.job_commands import EVERY_DAY, WHOLE_JOBS, ask, snapshots
+from integration.job_commands import ONE_OF_A_KIND, WHOLE_JOBS, ask, snapshots
 from integration.protecting import protected
 from integration.torch_jobs import TorchJob, TorchLab, at_rest
 
@@ -29,7 +29,7 @@ def torch_lab(plain_lab: Cluster) -> Iterator[TorchLab]:
         yield lab
 
 
-@EVERY_DAY
+@ONE_OF_A_KIND
 @pytest.mark.timeout(900)
 def test_ddp_job_is_rolled_back_onto_another_node_after_its_node_was_lost(torch_lab: TorchLab) -> None:
     nodes = torch_lab.cluster
@@ -140,7 +140,7 @@ def test_protected_job_of_torchrun_is_rolled_back_with_its_store(torch_lab: Torc
     until("nothing to be left", lambda: not nodes.leftovers())
 
 
-@EVERY_DAY
+@ONE_OF_A_KIND
 @pytest.mark.timeout(900)
 def test_protected_job_goes_on_after_the_node_of_its_coordinator_was_lost(torch_lab: TorchLab) -> None:
     """Nobody declares that node dead, and one other node alone keeps the images: a third one, which keeps none, has a vote.

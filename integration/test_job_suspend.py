@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from integration.harness import MIGRATOR, PATIENCE_S, WORKLOADS, Cluster, Job, everything_below, until
-from integration.job_commands import EVERY_DAY, WHOLE_JOBS, ask
+from integration.job_commands import ONE_OF_A_KIND, WHOLE_JOBS, ask
 from integration.torch_jobs import TorchJob, TorchLab, at_rest
 from snapshotd.runtime.faults import Point
 from tests.sampling import Sampler
@@ -129,7 +129,7 @@ def _suspend_and_resume_undisturbed(nodes: Cluster, job: TorchJob) -> None:
     assert job.where() == {0: ONE, 1: SPARE}
 
 
-@EVERY_DAY
+@ONE_OF_A_KIND
 @pytest.mark.timeout(1800)
 def test_ddp_job_is_suspended_and_resumed_elsewhere_also_if_daemons_and_drivers_die(
     torch_lab: TorchLab, sampled: Sampler

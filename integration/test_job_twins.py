@@ -128,7 +128,7 @@ def test_rank_that_is_killed_while_its_twin_is_copied_comes_back(dirty: Dirty) -
     dirty.ends_well()
 
 
-@pytest.mark.sampled(2, group="daemons of snapshots with twins")
+@pytest.mark.sampled(1, group="daemons of snapshots with twins")
 @pytest.mark.parametrize(
     "point",
     [

@@ -214,7 +214,7 @@ def trip(way: Way, request: pytest.FixtureRequest) -> Iterator[Trip]:
         yield Trip(way, nodes, gpus)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [*HOST, *DEVICE], ids=str)
 def test_memory_comes_there_and_back_as_it_was(trip: Trip) -> None:
     for _ in range(2):
@@ -223,7 +223,7 @@ def test_memory_comes_there_and_back_as_it_was(trip: Trip) -> None:
     trip.ends_well()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("way", "node", "point"),
     # A failed connection is replaced by another one. That the rank goes on is tried again. Without its rounds a move goes on.
@@ -238,7 +238,7 @@ def test_failure_leaves_the_memory_where_it_was_and_a_retry_succeeds(trip: Trip,
     trip.ends_well()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("way", "node", "point"), cases(Point.RECEIVING))
 def test_killed_daemon_leaves_the_memory_where_it_was_and_a_retry_succeeds(trip: Trip, node: str, point: Point) -> None:
     with trip.killed_at(node, point) as asked:

@@ -82,7 +82,7 @@ def test_losses_of_a_moved_training_job_are_bit_identical(nodes: Cluster, tmp_pa
     assert job.text() == uninterrupted("train.py", "--steps", steps, "--pace-s", "0")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "program",
     [

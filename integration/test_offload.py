@@ -70,7 +70,7 @@ def move_and_account(lab: GpuCluster, job: Job, at: str, to: str) -> None:
     until("all memory on the other GPU", lambda: abs(lab.used_bytes(to) - used) < MIB)
 
 
-@pytest.mark.sampled(2, group="offloads")
+@pytest.mark.sampled(1, group="offloads")
 def test_zero_pages_of_device_memory_are_not_sent(lab: GpuCluster) -> None:
     job = start(lab, "--mib", "8", "--zero-mib", "96", "--api", "runtime")
     for to in (TARGET, SOURCE):
@@ -89,7 +89,7 @@ def journalled_bytes(lab: GpuCluster, move: str) -> int:
     return next(int(each["bytes"]) for each in ended if each["move"] == move)
 
 
-@pytest.mark.sampled(2, group="offloads")
+@pytest.mark.sampled(1, group="offloads")
 def test_rank_that_starts_sharing_memory_before_the_freeze_continues(lab: GpuCluster) -> None:
     share = lab.cluster.folder / f"share-{time.monotonic_ns()}"
     job = start(lab, *LARGE, "--export-when", str(share))
@@ -117,7 +117,7 @@ def test_job_does_not_run_while_its_memory_is_offloaded(lab: GpuCluster) -> None
         lab.ends_well(job)
 
 
-@pytest.mark.sampled(2, group="offloads")
+@pytest.mark.sampled(1, group="offloads")
 def test_device_memory_driver_leaves_memory_to_the_driver(lab: GpuCluster) -> None:
     job = lab.job(SOURCE, *LARGE, options=("--device-memory", "driver"))
     job.await_lines(5)
@@ -155,7 +155,7 @@ def only_grpc(lab: GpuCluster, node: str) -> Iterator[None]:
         filtered("delete table inet fence")
 
 
-@pytest.mark.sampled(2, group="offloads")
+@pytest.mark.sampled(1, group="offloads")
 def test_device_memory_follows_the_image_without_a_device_memory_channel(lab: GpuCluster) -> None:
     job = start(lab, *LARGE)
     job.await_lines(5)
@@ -166,7 +166,7 @@ def test_device_memory_follows_the_image_without_a_device_memory_channel(lab: Gp
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(2, group="offloads")
+@pytest.mark.sampled(1, group="offloads")
 def test_device_memory_follows_the_image_if_its_channel_breaks(lab: GpuCluster) -> None:
     """The files follow the image, and nothing is sent twice."""
     job = start(lab, *LARGE)
@@ -179,7 +179,7 @@ def test_device_memory_follows_the_image_if_its_channel_breaks(lab: GpuCluster) 
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(2, group="offloads")
+@pytest.mark.sampled(1, group="offloads")
 def test_thread_that_stays_in_the_driver_does_not_prevent_the_move(lab: GpuCluster) -> None:
     """No thread is parked inside the driver before the driver is locked.
 

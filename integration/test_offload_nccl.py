@@ -79,7 +79,7 @@ def moved_both(result: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- moves
 
 
-@pytest.mark.sampled(3, group="offloaded NCCL jobs")
+@pytest.mark.sampled(1, group="offloaded NCCL jobs")
 @pytest.mark.parametrize("moved", [0, 1], ids=["rank-0", "rank-1"])
 def test_rank_moves_there_and_back(lab: GpuCluster, moved: int) -> None:
     job = start(lab, SOURCE, PEER)
@@ -90,7 +90,7 @@ def test_rank_moves_there_and_back(lab: GpuCluster, moved: int) -> None:
     job.ends_well()
 
 
-@pytest.mark.sampled(3, group="offloaded NCCL jobs")
+@pytest.mark.sampled(1, group="offloaded NCCL jobs")
 def test_both_ranks_of_one_node_move(lab: GpuCluster) -> None:
     job = start(lab, SOURCE, SOURCE, shape="pairs")
     for rank, to in ((0, TARGET), (1, PEER)):
@@ -99,7 +99,7 @@ def test_both_ranks_of_one_node_move(lab: GpuCluster) -> None:
     job.ends_well()
 
 
-@pytest.mark.sampled(3, group="offloaded NCCL jobs")
+@pytest.mark.sampled(1, group="offloaded NCCL jobs")
 def test_memory_of_nccl_is_freed_before_the_offload(lab: GpuCluster, *, held: bool) -> None:
     """It is neither offloaded nor part of the driver's checkpoint. Held memory is still on the GPU, with what copies it."""
     job = start(lab, SOURCE, PEER)
@@ -117,7 +117,7 @@ def test_memory_of_nccl_is_freed_before_the_offload(lab: GpuCluster, *, held: bo
     job.ends_well()
 
 
-@pytest.mark.sampled(3, group="offloaded NCCL jobs")
+@pytest.mark.sampled(1, group="offloaded NCCL jobs")
 def test_job_runs_while_the_offload_is_prepared(lab: GpuCluster) -> None:
     """No gate is closed before files, channel and pinned staging buffers are ready."""
     job = start(lab, SOURCE, PEER)
@@ -136,7 +136,7 @@ def test_job_runs_while_the_offload_is_prepared(lab: GpuCluster) -> None:
 # ---------------------------------------------------------------- undo
 
 
-@pytest.mark.sampled(2, group="failures of offloaded NCCL jobs")
+@pytest.mark.sampled(1, group="failures of offloaded NCCL jobs")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -163,7 +163,7 @@ def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: s
     job.ends_well()
 
 
-@pytest.mark.sampled(2, group="failures of offloaded NCCL jobs")
+@pytest.mark.sampled(1, group="failures of offloaded NCCL jobs")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -187,7 +187,7 @@ def test_daemon_killed_leaves_exact_results_and_open_gates(lab: GpuCluster, node
     job.ends_well()
 
 
-@pytest.mark.sampled(2, group="failures of offloaded NCCL jobs")
+@pytest.mark.sampled(1, group="failures of offloaded NCCL jobs")
 @pytest.mark.parametrize("point", [Point.READY, Point.OFFLOADED])
 def test_driver_killed_restores_memory_and_communicators(lab: GpuCluster, point: Point) -> None:
     """When the lease ends, memory that was offloaded is brought back; then the communicators are rebuilt."""

@@ -106,7 +106,7 @@ class Victim(StrEnum):
     RANK = "rank whose memory is copied"
 
 
-@pytest.mark.sampled(1, per="victim")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("node", "victim", "codes"),
     [

@@ -23,7 +23,7 @@ from integration.job_device_memory import kill
 from integration.offloads import SOURCE, TARGET, UNDONE, part
 from snapshotd.runtime.faults import Point
 
-pytestmark = pytest.mark.sampled(6, group="shared device memory")
+pytestmark = pytest.mark.sampled(2, group="shared device memory")
 
 REFUSED = 10
 LARGE = ("--mib", "16", "--blocks", "4", "--api", "runtime")

@@ -25,7 +25,7 @@ from integration.harness import WORKLOADS, Cluster, Job, until
 from integration.screen import Screen
 from snapshotd.api.errors import Undone
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.sampled(6, group="stdio")]
 
 BLOCK_NUMBERS = 2047  # of workloads/flood.py
 

@@ -94,7 +94,7 @@ def test_data_loaders_and_a_checkpoint_being_written_move(torch_lab: TorchLab) -
     torch_lab.assert_as_undisturbed(job, "ddp_loader.py", "--checkpoints", str(folder), world=2)
 
 
-@pytest.mark.sampled(3, group="ways to start torch jobs")
+@pytest.mark.sampled(1, group="ways to start torch jobs")
 @pytest.mark.parametrize("after_a_move", [False, True])
 def test_torchrun_reports_a_rank_that_raises(torch_lab: TorchLab, after_a_move: bool) -> None:
     job = torch_lab.torchrun("ddp.py", "--pace-s", "0.1", "--until", "{end}", "--fail", "1", nodes=HOMES[:1], workers=2)
@@ -112,7 +112,7 @@ def test_torchrun_reports_a_rank_that_raises(torch_lab: TorchLab, after_a_move: 
     until("both ranks to be gone", lambda: not job.where())
 
 
-@pytest.mark.sampled(3, group="ways to start torch jobs")
+@pytest.mark.sampled(1, group="ways to start torch jobs")
 @pytest.mark.parametrize("after_a_move", [False, True])
 def test_sigterm_to_the_agent_ends_its_workers(torch_lab: TorchLab, after_a_move: bool) -> None:
     job = torch_lab.torchrun("ddp.py", "--pace-s", "0.1", "--until", "{end}", nodes=HOMES[:1], workers=2)
@@ -127,7 +127,7 @@ def test_sigterm_to_the_agent_ends_its_workers(torch_lab: TorchLab, after_a_move
     until("both ranks to be gone", lambda: not job.where())
 
 
-@pytest.mark.sampled(3, group="ways to start torch jobs")
+@pytest.mark.sampled(1, group="ways to start torch jobs")
 @pytest.mark.parametrize("script", ["hf_trainer.py", "lightning_fit.py"])
 def test_third_party_training_code_moves(torch_lab: TorchLab, script: str) -> None:
     out = ("--out", str(torch_lab.cluster.folder / "models"), "--steps", "150")
@@ -142,7 +142,7 @@ def test_third_party_training_code_moves(torch_lab: TorchLab, script: str) -> No
     assert job.lines() == torch_lab.undisturbed(script, *out, world=2)
 
 
-@pytest.mark.sampled(3, group="ways to start torch jobs")
+@pytest.mark.sampled(1, group="ways to start torch jobs")
 def test_ranks_of_mp_spawn_move_together(torch_lab: TorchLab) -> None:
     job = torch_lab.plain("spawned.py", "--steps", "400", "--pace-s", "0.3", "--until", "{end}", nodes=HOMES[:1])
     job.await_steps(5)
@@ -152,7 +152,7 @@ def test_ranks_of_mp_spawn_move_together(torch_lab: TorchLab) -> None:
     job.assert_whole()
 
 
-@pytest.mark.sampled(3, group="ways to start torch jobs")
+@pytest.mark.sampled(1, group="ways to start torch jobs")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_workers_of_accelerate_move(torch_lab: TorchLab, processes: int) -> None:
     """accelerate starts one process itself, and several through torchrun."""

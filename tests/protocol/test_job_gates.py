@@ -158,7 +158,7 @@ def test_the_walk_asks_for_every_call_of_the_table(name: str, table: tuple[JobSt
 @pytest.mark.parametrize("name", WALKS)
 def test_any_participant_dies_at_any_event(name: str, fault: str, soon: bool, sampled: Sampler) -> None:
     """What died comes back at the next event but one, or only when the driver has given up."""
-    for event in sampled(range(len(labels(name))), 20):
+    for event in sampled(range(len(labels(name))), 10):
         walked_with(name, {event: FAULTS[fault], **({event + 2: JobModel.heal} if soon else {})})
 
 

@@ -14,6 +14,7 @@ from tests.protocol.job_driver import Attempt, RollingBack, Taking
 from tests.protocol.job_model import JobModel
 from tests.protocol.job_world import DRIVER, NODES, Refused
 from tests.protocol.test_jobs import FAULTS
+from tests.sampling import Sampler
 
 LOSSES: dict[str, Callable[[JobModel], None]] = {
     "two has no power": lambda model: model.reboot("two"),
@@ -81,8 +82,8 @@ def test_job_is_rolled_back_onto_a_spare(loss: str, twice: bool) -> None:
 @pytest.mark.parametrize("soon", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_any_participant_dies_at_any_event(loss: str, fault: str, soon: bool) -> None:
-    for event, label in enumerate(labels(loss)):
+def test_any_participant_dies_at_any_event(loss: str, fault: str, soon: bool, sampled: Sampler) -> None:
+    for event, label in sampled(enumerate(labels(loss)), 12):
         model, attempt = walked(loss)
         model.faults[event] = FAULTS[fault]
         if soon:
@@ -141,10 +142,12 @@ def test_job_without_a_readable_image_stays_suspended_until_there_is_one() -> No
 @pytest.mark.parametrize("soon", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("call", ["send", "restore", "link"])
-def test_any_participant_dies_while_copies_replace_images_of_no_use(call: str, fault: str, soon: bool) -> None:
+def test_any_participant_dies_while_copies_replace_images_of_no_use(
+    call: str, fault: str, soon: bool, sampled: Sampler
+) -> None:
     model, attempt = walked_to_copies("both", call)
     assert attempt.run() == "done"
-    for event, label in enumerate(model.labels):
+    for event, label in sampled(enumerate(model.labels), 12):
         model, attempt = walked_to_copies("both", call)
         model.faults[event] = FAULTS[fault]
         if soon:

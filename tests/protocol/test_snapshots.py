@@ -16,6 +16,7 @@ from tests.protocol.job_driver import BUDDIES, RPC, TWO_BUDDIES, RollingBack, Ta
 from tests.protocol.job_model import JobModel
 from tests.protocol.job_world import DRIVER, NODES, Refused
 from tests.protocol.test_jobs import FAULTS
+from tests.sampling import Sampler
 
 COPIES = {1: BUDDIES, 2: TWO_BUDDIES}
 
@@ -77,8 +78,8 @@ def test_the_walk_asks_for_every_call_of_the_table() -> None:
     [(False, False, 1), (False, True, 1), (True, False, 1), (True, True, 1), (True, False, 2)],
 )
 @pytest.mark.parametrize("fault", FAULTS)
-def test_any_participant_dies_at_any_event(copies: int, fault: str, second: bool, soon: bool) -> None:
-    for event, label in enumerate(labels(second=second, copies=copies)):
+def test_any_participant_dies_at_any_event(copies: int, fault: str, second: bool, soon: bool, sampled: Sampler) -> None:
+    for event, label in sampled(enumerate(labels(second=second, copies=copies)), 12):
         model, attempt = walked(second=second, copies=copies)
         model.faults[event] = FAULTS[fault]
         if soon:

@@ -15,6 +15,7 @@ from tests.protocol.job_driver import Protecting, RollingBack, Taking
 from tests.protocol.job_model import JobModel
 from tests.protocol.job_world import Died, Lost, Refused
 from tests.protocol.test_jobs import FAULTS
+from tests.sampling import Sampler
 
 #: The buddies of each rank. There are three voters, so two of them are a majority without the coordinator: all keep images,
 #: or the spare keeps none and is a witness.
@@ -84,8 +85,8 @@ def test_another_node_takes_over(loss: str, voters: str, twice: bool) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("voters", VOTERS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_any_participant_dies_at_any_event(loss: str, voters: str, fault: str, soon: bool) -> None:
-    for event, label in enumerate(labels(loss, voters)):
+def test_any_participant_dies_at_any_event(loss: str, voters: str, fault: str, soon: bool, sampled: Sampler) -> None:
+    for event, label in sampled(enumerate(labels(loss, voters)), 12):
         model, attempt = walked(loss, voters)
         model.faults[event] = FAULTS[fault]
         if soon:

@@ -60,7 +60,7 @@ def test_single_fault_at_any_event_is_settled(name: str, back: bool, ticking: bo
     events = events_of(name, back=back, ticking=ticking)
     assert events
     filtered = labels(back=back, ticking=ticking).index("peer: Hold answered")
-    for event, label in sampled(events, 12):
+    for event, label in sampled(events, 8):
         for soon in (True, False) if ("daemon" in name or "node" in name) and not back else (True,):
             with named(event, label, soon):
                 scene = Scene({event: name}, back=back, ticking=ticking, soon=soon)
@@ -134,7 +134,7 @@ def test_permanent_partition_leaves_exactly_one_running_copy(
     name: str, back: bool, ticking: bool, sampled: Sampler
 ) -> None:
     """Any two participants are partitioned for ever. A third one passes on the outcome, and exactly one copy runs."""
-    for event, label in sampled(events_of(name, back=back, ticking=ticking), 12):
+    for event, label in sampled(events_of(name, back=back, ticking=ticking), 8):
         with named(event, label):
             scene = Scene({event: name}, back=back, ticking=ticking)
             scene.move.run()
@@ -150,7 +150,7 @@ def test_two_crashes_at_any_events_are_settled(first: str, second: str, sampled:
     """Uses every twelfth pair of events; the second crash may occur while the daemons settle after the first."""
     events = len(labels(back=False, ticking=False)) + 12
     pairs = [pair for pair in combinations(range(events), 2) if (5 * pair[0] + pair[1]) % 12 == CRASHES.index(second)]
-    for one, two in sampled(pairs, 60):
+    for one, two in sampled(pairs, 30):
         with named(one, two):
             Scene({one: first, two: second}, ticking=False, soon=True).play().judge(retry=False)
 
