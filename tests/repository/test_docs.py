@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import shlex
@@ -139,11 +140,14 @@ def test_commands_in_blocks_are_accepted_by_the_real_parser() -> None:
             elif own[0] == "run":
                 run.parser().parse_args(own[1:])
             else:
-                program.parser().parse_args(own)
+                parser_of_migrator().parse_args(own)
         except Exception as error:
             raise AssertionError(f"{page_id(page)}: migrator {shlex.join(words)}: {error}") from error
         seen += 1
     assert seen > 20
+
+
+parser_of_migrator = functools.cache(program.parser)
 
 
 @pytest.mark.parametrize("page", ALL, ids=page_id)
@@ -153,7 +157,7 @@ def test_commands_in_sentences_have_a_verb_and_options_that_exist(page: Path) ->
         if name != "migrator":
             continue
         own = words[: words.index("--")] if "--" in words else words
-        parser = program.parser()
+        parser = parser_of_migrator()
         verbs = [word for word in own if not word.startswith("-")]
         if verbs[:1] == ["run"]:
             parser = run.parser()
@@ -162,7 +166,7 @@ def test_commands_in_sentences_have_a_verb_and_options_that_exist(page: Path) ->
                 if verb not in subparsers(parser):
                     break
                 parser = subparsers(parser)[verb]
-            assert not verbs or verbs[0] in subparsers(program.parser()), f"{page_id(page)}: {span}"
+            assert not verbs or verbs[0] in subparsers(parser_of_migrator()), f"{page_id(page)}: {span}"
         for option in (word for word in own if word.startswith("--")):
             assert option in parser._option_string_actions, f"{page_id(page)}: {span}"
 
