@@ -2,8 +2,8 @@
 
 Two kinds of pages lie below the image of a process:
 - those that it shares with its parent, which forked it: they are in the parent's image, at the same addresses;
-- those that were sent before the freeze and were not written since: they are in images of the process itself, one pair of
-  files for each round, the newest round on top.
+- those that were sent past criu, before the freeze or beside its dump: they are in images of the process itself, one pair
+  of files for each round. Of a page that is in several, the newest counts.
 A process has pages of one kind only. Its parent may have the other, and so on: criu looks for a page in the image of the
 process, then in the one below it, and so on down.
 

@@ -25,15 +25,16 @@ from pycriu import images
 from snapshotd.api.errors import Damaged, Where
 from snapshotd.criu import below, borders, page_ranges, pagemap_image
 from snapshotd.criu.page_ranges import Range
-from snapshotd.criu.pagemap_image import Pagemap
+from snapshotd.criu.pagemap_image import Pagemap, Pagemaps
 
 KEPT = "kept-pages"
 _PARENT = "parent"
 _RANGE = struct.Struct("=QQQ")
 
 
-def build(folder: Path, described: Mapping[int, int]) -> int:
+def build(pagemaps: Pagemaps, described: Mapping[int, int]) -> int:
     """Makes the folders anew; returns how many there are. `described`: see `below.chain_of`. Blocking. Raises Damaged."""
+    folder = pagemaps.folder
     shutil.rmtree(folder / _PARENT, ignore_errors=True)
     (folder / KEPT).unlink(missing_ok=True)
     if not described:
@@ -41,8 +42,6 @@ def build(folder: Path, described: Mapping[int, int]) -> int:
     try:
         parents = _parents(folder)
         chains = [below.chain_of(pid, parents, described) for pid in described]
-        names = {name for chain in chains for name in chain}
-        pagemaps = {name: pagemap_image.decode((folder / name).read_bytes()) for name in names}
         for own, *lower in chains:
             layer = folder
             for name in lower:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -40,6 +41,23 @@ class Pagemap:
 
     def has(self) -> list[Range]:
         return page_ranges.joined([*self.present, *self.below])
+
+
+class Pagemaps(dict[str, Pagemap]):
+    """The pagemaps of one image by their names, each decoded when it is first asked for. Raises OSError or ValueError."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, name: str) -> Pagemap:
+        found = self[name] = decode((self.folder / name).read_bytes())
+        return found
+
+    def replace(self, name: str, pagemap: Pagemap) -> None:
+        """Also in the image."""
+        (self.folder / name).write_bytes(encode(pagemap))
+        self[name] = pagemap
 
 
 def name_of(pid: int) -> str:

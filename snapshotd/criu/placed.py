@@ -23,7 +23,7 @@ from pycriu.images import pb
 from snapshotd.api.errors import Damaged, Where
 from snapshotd.criu import below, image_entries, page_ranges, pagemap_image
 from snapshotd.criu.page_ranges import Range
-from snapshotd.criu.pagemap_image import Pagemap, Piece
+from snapshotd.criu.pagemap_image import Pagemap, Pagemaps, Piece
 
 #: The first version of the area. A program may register a larger one.
 _AREA_BYTES = 32
@@ -42,30 +42,25 @@ class PlacedPages:
         return sum(length for _, _, length in self.pieces)
 
 
-def take(folder: Path, described: Mapping[int, int]) -> tuple[list[PlacedPages], dict[int, int]]:
+def take(pagemaps: Pagemaps, described: Mapping[int, int]) -> tuple[list[PlacedPages], dict[int, int]]:
     """Hides from criu what is to be placed; returns that, and what of `described` (see `below.chain_of`) is left to criu.
 
     The image must have been verified (image_content.py). Blocking. Raises Damaged."""
     if not any(described.values()):
         return [], dict(described)
     try:
-        with (folder / "pstree.img").open("rb") as file:
+        with (pagemaps.folder / "pstree.img").open("rb") as file:
             tree = {entry["pid"]: entry for entry in images.load(file)["entries"]}
         parents = {pid: entry["ppid"] for pid, entry in tree.items()}
         chains = {pid: below.chain_of(pid, parents, described)[1:] for pid in described}
-        pagemaps = {name: _decoded(folder / name) for name in map(pagemap_image.name_of, described)}
         alone = [pid for pid, rounds in described.items() if rounds and not _is_needed(pid, chains, pagemaps)]
-        found = [one for pid in alone for one in _take(folder, pid, chains[pid], tree[pid]["threads"])]
+        found = [one for pid in alone for one in _take(pagemaps, pid, chains[pid], tree[pid]["threads"])]
     except (OSError, ValueError, KeyError) as error:
         raise Damaged(f"pages that an image leaves out cannot be found: {error}", where=Where.SOURCE_FROZEN) from error
     return found, {pid: rounds for pid, rounds in described.items() if pid not in alone}
 
 
-def _decoded(path: Path) -> Pagemap:
-    return pagemap_image.decode(path.read_bytes())
-
-
-def _is_needed(pid: int, chains: Mapping[int, list[str]], pagemaps: Mapping[str, Pagemap]) -> bool:
+def _is_needed(pid: int, chains: Mapping[int, list[str]], pagemaps: Pagemaps) -> bool:
     """Whether another process has pages from the files of this one."""
     newest = chains[pid][0]
     for other, chain in chains.items():
@@ -78,19 +73,19 @@ def _is_needed(pid: int, chains: Mapping[int, list[str]], pagemaps: Mapping[str,
     return False
 
 
-def _take(folder: Path, pid: int, lower: list[str], threads: list[int]) -> Iterator[PlacedPages]:
+def _take(pagemaps: Pagemaps, pid: int, lower: list[str], threads: list[int]) -> Iterator[PlacedPages]:
     """What of one process is placed: criu finds only what is in its own image from now on."""
-    path = folder / pagemap_image.name_of(pid)
-    own = _decoded(path)
-    wanted = page_ranges.without(own.below, page_ranges.joined(_written_by_the_kernel(folder, threads)))
+    name_of_own = pagemap_image.name_of(pid)
+    own = pagemaps[name_of_own]
+    wanted = page_ranges.without(own.below, page_ranges.joined(_written_by_the_kernel(pagemaps.folder, threads)))
     for name in lower:
-        pagemap = _decoded(folder / name)
+        pagemap = pagemaps[name]
         pieces = list(pagemap_image.located(pagemap.present, wanted))
         wanted = page_ranges.without(wanted, pagemap.present)
         yield PlacedPages(pid, below.pages_of(name, pagemap.pages_id), pieces)
     if wanted:
         raise ValueError(f"the page at {wanted[0][0]:x} is nowhere")
-    path.write_bytes(pagemap_image.encode(Pagemap(own.pages_id, own.present, [])))
+    pagemaps.replace(name_of_own, Pagemap(own.pages_id, own.present, []))
 
 
 def _written_by_the_kernel(folder: Path, threads: list[int]) -> Iterator[Range]:

@@ -58,7 +58,7 @@ class PageCopy:
             async with asyncio.TaskGroup() as group:
                 for child in self._children:
                     group.create_task(self._work(child, direction, list(left), copied))
-                    left.rotate(-1)  # each begins with another one: those that write one file wait for each other
+                    left.rotate(-1)  # each begins with another one: those that change one file wait for each other
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
 

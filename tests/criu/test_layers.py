@@ -12,7 +12,7 @@ from pycriu.images import pb
 from snapshotd.api.errors import Damaged, Refused
 from snapshotd.criu import below, layers, pagemap_image, verify
 from snapshotd.criu.page_ranges import Range
-from snapshotd.criu.pagemap_image import PAGE_BYTES, Pagemap
+from snapshotd.criu.pagemap_image import PAGE_BYTES, Pagemap, Pagemaps
 from tests.criu.test_verify import PATHS, WHO, core, folder, here, ids, write
 
 __all__ = ["folder", "here"]
@@ -79,7 +79,7 @@ def refusal(folder: Path, described: dict[int, int]) -> str:
 def test_pages_of_a_process_are_looked_for_in_those_that_forked_it(family: Path) -> None:
     assert refusal(family, BELOW) == ""
     for _ in range(2):  # a restore that failed is tried again
-        assert layers.build(family, BELOW) == 2
+        assert layers.build(Pagemaps(family), BELOW) == 2
     first, second = family / "parent", family / "parent" / "parent"
     for name, file in {
         first / "pagemap-8.img": "pagemap-7.img",
@@ -96,8 +96,8 @@ def test_pages_of_a_process_are_looked_for_in_those_that_forked_it(family: Path)
 
 
 def test_image_that_leaves_nothing_out_has_no_folders(family: Path) -> None:
-    layers.build(family, BELOW)
-    assert layers.build(family, {}) == 0
+    layers.build(Pagemaps(family), BELOW)
+    assert layers.build(Pagemaps(family), {}) == 0
     assert not (family / "parent").exists()
 
 
@@ -119,7 +119,7 @@ def test_rounds_lie_below_the_process_that_they_are_of(family: Path) -> None:
         "ahead-pages-7-2.img",
     )
     assert refusal(family, described) == ""
-    assert layers.build(family, described) == 4
+    assert layers.build(Pagemaps(family), described) == 4
     assert (family / "parent" / "pagemap-7.img").samefile(family / "ahead-pagemap-7-2.img")
     assert (family / "parent/parent/parent/parent/pagemap-9.img").samefile(family / "ahead-pagemap-7-1.img")
     pages = family / f"parent/parent/parent/parent/pages-{below.ahead_pages_id(7, 1)}.img"
@@ -131,7 +131,7 @@ def test_mappings_with_shared_pages_get_common_borders(family: Path) -> None:
     put_mappings(family, 7, (1, 10, ANONYMOUS), (20, 30, HEAP), (40, 50, OF_FILE))
     put_mappings(family, 8, (1, 4, ANONYMOUS), (4, 6, ANONYMOUS), (6, 15, ANONYMOUS), (20, 25, HEAP), (40, 45, OF_FILE))
     put_mappings(family, 9, (1, 15, ANONYMOUS), (20, 30, HEAP))
-    layers.build(family, BELOW)
+    layers.build(Pagemaps(family), BELOW)
     common = [(1, 4, ANONYMOUS), (4, 6, ANONYMOUS), (6, 10, ANONYMOUS)]
     assert mappings(family, 7) == [*common, (20, 30, HEAP), (40, 50, OF_FILE)]
     assert mappings(family, 8) == [*common, (10, 15, ANONYMOUS), (20, 25, HEAP), (40, 45, OF_FILE)]
@@ -143,7 +143,7 @@ def test_first_page_of_a_mapping_that_criu_would_miss_is_split_off(family: Path)
     for pid in (7, 9):
         put_mappings(family, pid, (3, 10, ANONYMOUS), (40, 50, OF_FILE))
     put_mappings(family, 8, (1, 3, ANONYMOUS), (3, 10, ANONYMOUS), (40, 50, OF_FILE))
-    layers.build(family, BELOW)
+    layers.build(Pagemaps(family), BELOW)
     parts = [(3, 4, ANONYMOUS), (4, 10, ANONYMOUS), (40, 50, OF_FILE)]
     assert mappings(family, 7) == mappings(family, 9) == parts
     assert mappings(family, 8) == [(1, 3, ANONYMOUS), *parts]
@@ -157,12 +157,12 @@ def test_processes_of_different_programs_are_not_split(family: Path) -> None:
         memory.exe_file_id = program
         write(family / f"mm-{pid}.img", "MM", memory)
     before = [(family / f"mm-{pid}.img").read_bytes() for pid in (7, 8, 9)]
-    layers.build(family, BELOW)
+    layers.build(Pagemaps(family), BELOW)
     assert [(family / f"mm-{pid}.img").read_bytes() for pid in (7, 8, 9)] == before
 
 
 def test_only_pages_that_several_processes_read_are_kept(family: Path) -> None:
-    layers.build(family, BELOW)
+    layers.build(Pagemaps(family), BELOW)
     kept = list(struct.iter_unpack("=QQQ", (family / layers.KEPT).read_bytes()))
     first, second = ((family / f"pages-{number}.img").stat().st_ino for number in (1, 2))
     assert {inode for inode, _, _ in kept} == {first, second}
@@ -236,4 +236,4 @@ def test_file_that_would_replace_another_in_a_layer_is_refused(family: Path) -> 
     """Two pagemaps may name the same pages; then the link exists already. Two files may not have the same name."""
     put(family, "ahead-pagemap-8-1.img", 1, [span(1, 10)], [], "ahead-pages-8-1.img")
     with pytest.raises(Damaged, match="has the id 1"):
-        layers.build(family, {8: 1, 9: 0})
+        layers.build(Pagemaps(family), {8: 1, 9: 0})

@@ -13,7 +13,7 @@ from pycriu.images import pb
 from snapshotd.api.errors import Damaged, Where
 from snapshotd.criu import below, layers, page_ranges, pagemap_image, placed
 from snapshotd.criu.page_ranges import Range
-from snapshotd.criu.pagemap_image import PAGE_BYTES, Pagemap, Piece
+from snapshotd.criu.pagemap_image import PAGE_BYTES, Pagemap, Pagemaps, Piece
 from snapshotd.criu.placed import PlacedPages
 from tests.criu.test_layers import family, put, span
 from tests.criu.test_verify import core, folder, write
@@ -96,7 +96,7 @@ def test_every_page_is_found_where_it_was_stored(present: set[int], wanted: set[
 
 def test_pages_of_a_process_s_own_are_placed_and_hidden_from_criu(precopied: Path) -> None:
     """Only those that are wanted, although the file has more: from it others were left out."""
-    found, left = placed.take(precopied, {7: 1})
+    found, left = placed.take(Pagemaps(precopied), {7: 1})
     assert found == [PlacedPages(7, "ahead-pages-7-1.img", [pages(1, 2, 5), pages(5, 6, 8), pages(7, 20, 22)])]
     assert found[0].bytes == 7 * PAGE_BYTES
     assert left == {}
@@ -105,7 +105,7 @@ def test_pages_of_a_process_s_own_are_placed_and_hidden_from_criu(precopied: Pat
 
 def test_newest_round_wins(precopied: Path) -> None:
     put_round(precopied, 7, 2, [span(3, 4), span(7, 10)], [span(1, 3), span(4, 7), span(20, 30)])
-    found, left = placed.take(precopied, {7: 2})
+    found, left = placed.take(Pagemaps(precopied), {7: 2})
     assert found == [
         PlacedPages(7, "ahead-pages-7-2.img", [pages(0, 3, 4), pages(1, 7, 8)]),
         PlacedPages(7, "ahead-pages-7-1.img", [pages(1, 2, 3), pages(3, 4, 5), pages(5, 6, 7), pages(7, 20, 22)]),
@@ -127,7 +127,7 @@ def test_pages_that_a_child_takes_are_left_to_criu(precopied: Path, described: d
     for pid in (8, 9):
         put_round(precopied, pid, 1, [span(1, 10)])
     before = {pid: pagemap(precopied, pid) for pid in (7, 8, 9)}
-    found, left = placed.take(precopied, described)
+    found, left = placed.take(Pagemaps(precopied), described)
     assert sorted(one.pid for one in found) == own
     assert left == {pid: rounds for pid, rounds in described.items() if pid not in own}
     for pid, was in before.items():
@@ -148,10 +148,13 @@ def test_pages_that_nobody_shares_are_placed_although_others_are_shared(
 ) -> None:
     put(precopied, "pagemap-8.img", 2, [span(30, 31)], child)
     put(precopied, "pagemap-9.img", 3, [], grandchild)
-    found, left = placed.take(precopied, {7: 1, 8: 0, 9: 0})
-    assert [one.pid for one in found] == own
-    assert left == ({8: 0, 9: 0} if own else {7: 1, 8: 0, 9: 0})
-    assert layers.build(precopied, left) == (2 if own else 3), "criu looks for pages in no file that was placed"
+    put_round(precopied, 7, 1, [span(1, 8)])
+    put_round(precopied, 7, 2, [span(20, 30)], [span(1, 8)])
+    pagemaps = Pagemaps(precopied)
+    found, left = placed.take(pagemaps, {7: 2, 8: 0, 9: 0})
+    assert [one.file for one in found] == ["ahead-pages-7-2.img", "ahead-pages-7-1.img"][: 2 * len(own)]
+    assert left == ({8: 0, 9: 0} if own else {7: 2, 8: 0, 9: 0})
+    assert layers.build(pagemaps, left) == (2 if own else 4), "criu looks for pages in no file that was placed"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,7 @@ def test_what_the_kernel_writes_for_a_thread_is_left_out(
     precopied: Path, areas: list[tuple[int, int]], without: list[Range]
 ) -> None:
     put_threads(precopied, 7, *areas)
-    ((one,), _) = placed.take(precopied, {7: 1})
+    ((one,), _) = placed.take(Pagemaps(precopied), {7: 1})
     wanted = page_ranges.without([span(2, 5), span(6, 8), span(20, 22)], without)
     assert [(address, address + length) for _, address, length in one.pieces] == wanted
     first = {**dict.fromkeys(range(1, 8), 1), **dict.fromkeys(range(20, 30), 13)}  # its page 8 has address 20
@@ -219,11 +222,11 @@ def test_image_from_which_pages_cannot_be_placed_is_damaged(precopied: Path, fai
     change, expected = FAILURES[failure]
     change(precopied)
     with pytest.raises(Damaged) as caught:
-        placed.take(precopied, {7: 1})
+        placed.take(Pagemaps(precopied), {7: 1})
     assert expected in caught.value.message
     assert caught.value.where is Where.SOURCE_FROZEN
 
 
 @pytest.mark.parametrize("described", [{}, {8: 0, 9: 0}])
 def test_image_without_pages_of_a_process_s_own_is_not_read(tmp_path: Path, described: dict[int, int]) -> None:
-    assert placed.take(tmp_path / "none", described) == ([], described)
+    assert placed.take(Pagemaps(tmp_path / "none"), described) == ([], described)

@@ -14,6 +14,7 @@ import pytest
 
 from snapshotd.api.errors import Internal
 from snapshotd.criu import below, layers, page_ranges, pagemap_image, session
+from snapshotd.criu.pagemap_image import Pagemaps
 from snapshotd.moves import tree_facts
 from snapshotd.moves.source.fork_sharing import ForkSharing
 from snapshotd.proc import tree
@@ -160,7 +161,7 @@ def test_page_that_forked_processes_share_is_dumped_once_and_shared_again(family
     family.dump(found)
     assert family.image_bytes() < 1.1 * needed_bytes
     below.complete(family.images, found)
-    assert layers.build(family.images, below.described(found)) == 2
+    assert layers.build(Pagemaps(family.images), below.described(found)) == 2
     family.restore()
     assert family.digests() == before
     assert family.shared_bytes() < 1.1 * needed_bytes
@@ -196,7 +197,7 @@ def test_pages_that_were_sent_before_the_freeze_are_found_in_their_rounds(family
     found = [own, *ForkSharing(family.pids, without=[family.root]).layers()]
     family.dump(found)
     below.complete(family.images, found)
-    assert layers.build(family.images, below.described(found)) == 5
+    assert layers.build(Pagemaps(family.images), below.described(found)) == 5
     family.restore()
     assert family.digests() == before
 
@@ -211,7 +212,7 @@ def test_pages_of_a_process_alone_that_were_sent_before_the_freeze_are_removed_o
     found = [below.Layer(family.root, whole, rounds=[whole])]
     family.dump(found)
     below.complete(family.images, found)
-    assert layers.build(family.images, below.described(found)) == 1
+    assert layers.build(Pagemaps(family.images), below.described(found)) == 1
     family.restore()
     assert family.digests() == before
     assert file.stat().st_blocks == 0

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import mmap
 import os
+import re
 import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from snapshotd.criu.below import MAX_ROUNDS, Layer
 from snapshotd.criu.page_ranges import Range
 from snapshotd.moves.source import large_memory, process_memory
 from snapshotd.moves.source.large_memory import LEAST_BYTES, LEAST_RUN_BYTES, LargeMemory
+from snapshotd.moves.source.process_memory import ProcessMemory
 from snapshotd.proc.page_frames import PAGE_BYTES
 from snapshotd.transport.image.local_stream import LocalStream
 from snapshotd.transport.image.sender import Sender
@@ -187,15 +189,33 @@ def test_process_that_ends_meanwhile_fails_the_dump(child: tuple[int, Memory, by
 def test_process_that_has_ended_when_all_was_read_fails_the_dump(
     child: tuple[int, Memory, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read by its pid may then be another one's."""
     pid, memory, _ = child
     runs = [(memory.start, memory.end)]
 
-    def another_one(_pid: int, _start: int, view: memoryview) -> int:
+    must_live = ProcessMemory.must_live
+
+    def end_and_look(memory: ProcessMemory) -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        return len(view)
+        must_live(memory)
 
-    monkeypatch.setattr(process_memory, "_read_quickly", another_one)
+    monkeypatch.setattr(ProcessMemory, "must_live", end_and_look)
     with pytest.raises(RankGone, match=f"process {pid} has ended"):
         sent(LargeMemory(pid, Layer(77, runs, rounds=[runs])), tmp_path)
+
+
+@pytest.mark.root
+def test_reading_leaves_pages_shared(child: tuple[int, Memory, bytes]) -> None:
+    """Else the rank would need the memory of all its processes while it waits, and after a move that was undone."""
+    pid, memory, content = child
+
+    def shared_bytes() -> int:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return sum(int(size) << 10 for size in re.findall(r"^Shared_(?:Clean|Dirty): +(\d+) kB", text, re.MULTILINE))
+
+    before, found = shared_bytes(), bytearray(len(content))
+    assert before > len(content)
+    with ProcessMemory(pid) as reading:
+        reading.fill([(memory.start, memory.end)], memoryview(found))
+    assert found == content
+    assert shared_bytes() > before - MIB

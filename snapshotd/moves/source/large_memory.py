@@ -7,7 +7,7 @@ and the target writes several files at the same time. Into one file the kernel l
 
 Left to criu are pages of executable mappings, because it writes a few instructions into one of them, runs them, and puts back
 what was there; processes whose pages lie in their parent's image, because a process has pages of one kind only below its own;
-and those pages, because criu's restore has them shared again.
+and the pages of a parent that its children share, because criu's restore has them shared again.
 
 Only anonymous pages that are in memory, of mappings without a file, are read: reading them never waits for a user's program.
 The rank is frozen, so what is read is what criu would have read.
@@ -30,7 +30,7 @@ from typing import Protocol
 from snapshotd.api.errors import Internal, RankGone, SnapshotError, Where
 from snapshotd.criu import page_ranges, pagemap_image
 from snapshotd.criu.below import Layer, ahead_pages_name
-from snapshotd.criu.page_ranges import Range
+from snapshotd.criu.page_ranges import Range, Ranges
 from snapshotd.moves.source.process_memory import ProcessMemory, chunks
 from snapshotd.proc import status
 from snapshotd.proc.files import GONE
@@ -49,7 +49,9 @@ LEAST_BYTES = 16 << 20
 #: One reads 7 GB/s; more only wait for each other, and keep the threads that send from their work.
 MOST_READERS = 4
 #: Files of one process, which the target writes at the same time, and how much each has at least.
-MOST_FILES, LEAST_FILE_BYTES = 8, 64 << 20
+MOST_FILES, LEAST_FILE_BYTES = 8, 16 << 20
+#: Runs, times files: the list of each file has those of the ones before it as well.
+MOST_PIECES = 50_000
 
 
 class ReadBeside(Protocol):
@@ -104,11 +106,11 @@ class LargeMemory:
 def find(pids: Iterable[int], layers: Iterable[Layer] = (), without: Collection[int] = ()) -> list[LargeMemory]:
     """What is worth sending, besides these layers; `without` are processes that are left to criu, by the pids of their own
     namespace. Blocking. The rank is frozen."""
-    taken, shared = set(without), defaultdict[int, list[Range]](list)
+    taken, shared = set(without), defaultdict[int, list[Ranges]](list)
     for layer in layers:
         taken.add(layer.pid)
         if layer.parent is not None:
-            shared[layer.parent] += layer.pages
+            shared[layer.parent].append(layer.pages)
     found = []
     if PAGE_BYTES != pagemap_image.PAGE_BYTES:  # on some arm64 machines
         return []
@@ -121,8 +123,11 @@ def find(pids: Iterable[int], layers: Iterable[Layer] = (), without: Collection[
                     private = frames.private(plain=True)
             except GONE:
                 continue
-            alone = page_ranges.without(private, page_ranges.joined(shared[inner_pid]))
-            runs = [(start, end) for start, end in alone if end - start >= LEAST_RUN_BYTES]
+            runs = _long(private)
+            for pages in shared[inner_pid]:
+                if page_ranges.size_bytes(runs) < LEAST_BYTES:
+                    break
+                runs = _long(page_ranges.without(runs, pages))
             if page_ranges.size_bytes(runs) >= LEAST_BYTES:
                 found.append(LargeMemory(pid, Layer(pid=inner_pid, pages=runs, rounds=_divided(runs))))
     except (NotSupported, OSError) as error:
@@ -131,10 +136,14 @@ def find(pids: Iterable[int], layers: Iterable[Layer] = (), without: Collection[
     return found
 
 
-def _divided(runs: Sequence[Range]) -> list[list[Range]]:
+def _long(pages: Ranges) -> list[Range]:
+    return [(start, end) for start, end in pages if end - start >= LEAST_RUN_BYTES]
+
+
+def _divided(runs: Ranges) -> list[list[Range]]:
     """The pages of each file."""
     size_pages = page_ranges.size_bytes(runs) // PAGE_BYTES
-    count = max(1, min(MOST_FILES, size_pages * PAGE_BYTES // LEAST_FILE_BYTES))
+    count = max(1, min(MOST_FILES, size_pages * PAGE_BYTES // LEAST_FILE_BYTES, MOST_PIECES // len(runs)))
     return [parts for _, parts in chunks(runs, -(-size_pages // count) * PAGE_BYTES)]
 
 

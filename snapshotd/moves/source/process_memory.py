@@ -6,22 +6,13 @@ and a process that has got its pid meanwhile has another start time. Everything 
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import itertools
 import os
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
-from snapshotd.criu.page_ranges import Range, size_bytes
+from snapshotd.criu.page_ranges import Range
 from snapshotd.proc.tree import Process
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.process_vm_readv.restype = ctypes.c_ssize_t
-
-#: As many as the kernel takes in one call (IOV_MAX).
-_MOST_PARTS = 1024
 
 
 class ProcessMemory:
@@ -50,36 +41,15 @@ class ProcessMemory:
 
     def fill(self, parts: Sequence[Range], view: memoryview) -> None:
         """Reads these pages, one after the other, into the view, which has their size."""
-        at, number = 0, 0
-        while number < len(parts):
-            batch = parts[number : number + _MOST_PARTS]
-            count = _read_quickly(self._process.pid, batch, view[at : at + size_bytes(batch)])
-            for start, end in batch:
-                until, number = at + end - start, number + 1
-                if count < end - start:  # up to a page without access; the ones after it are read quickly again
-                    self._fill_rest(view, at + count, until, end)
-                    at = until
-                    break
-                at, count = until, count - (end - start)
-
-    def _fill_rest(self, view: memoryview, at: int, until: int, end: int) -> int:
-        """Reads what belongs there, which ends at this address."""
-        while at < until:
-            count = os.preadv(self._fd, [view[at:until]], end - (until - at))
-            if not count:
-                raise ProcessLookupError(errno.ESRCH, "it has ended")
-            at += count
-        return at
-
-
-def _read_quickly(pid: int, parts: Sequence[Range], view: memoryview) -> int:
-    """Reads what process_vm_readv reads; how much that is. It takes two thirds of the time of a read from /proc/PID/mem, but
-    refuses pages to which the process has no access itself."""
-    here = array("Q", [ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view)])
-    there = array("Q", itertools.chain.from_iterable((start, end - start) for start, end in parts))
-    vectors = [ctypes.c_void_p(one.buffer_info()[0]) for one in (here, there)]
-    counts = ctypes.c_ulong(1), ctypes.c_ulong(len(parts))
-    return max(0, int(_libc.process_vm_readv(pid, vectors[0], counts[0], vectors[1], counts[1], ctypes.c_ulong(0))))
+        at = 0
+        for start, end in parts:
+            until = at + end - start
+            while at < until:
+                # Not process_vm_readv: it gives the process a page of its own first where it shares one with a relative.
+                count = os.preadv(self._fd, [view[at:until]], end - (until - at))
+                if not count:
+                    raise ProcessLookupError(errno.ESRCH, "it has ended")
+                at += count
 
 
 def chunks(ranges: Iterable[Range], chunk_bytes: int) -> Iterator[tuple[int, list[Range]]]:

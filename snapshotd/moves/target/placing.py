@@ -63,23 +63,22 @@ class Placing:
             raise CriuFailed(text, where=Where.SOURCE_FROZEN) from error
 
     def _open_all(self, processes: Callable[[], Mapping[int, int]], opened: contextlib.ExitStack) -> list[Copy]:
-        memories = {pid: self._open_memory(pid, processes, opened) for pid in {one.pid for one in self._placed}}
+        pids = processes()
+        memories: dict[int, int] = {}
+        for inner_pid in {one.pid for one in self._placed}:
+            if inner_pid not in pids:
+                raise ProcessLookupError(f"it has no process {inner_pid}")
+            memories[inner_pid] = os.open(f"/proc/{pids[inner_pid]}/mem", os.O_RDWR | os.O_CLOEXEC)
+            opened.callback(os.close, memories[inner_pid])
+        # Its user can kill one, whose pid may have been given to any program before it was opened. Nothing can have become a
+        # process of the copy meanwhile: all are frozen.
+        still = processes()
+        for inner_pid in memories:
+            if still.get(inner_pid) != pids[inner_pid]:
+                raise ProcessLookupError(f"process {inner_pid} of it has ended")
         copies: list[Copy] = []
         for one in self._placed:
             file = os.open(self._folder / one.file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             opened.callback(os.close, file)
             copies.append((memories[one.pid], file, one.pieces))
         return copies
-
-    @staticmethod
-    def _open_memory(inner_pid: int, processes: Callable[[], Mapping[int, int]], opened: contextlib.ExitStack) -> int:
-        pid = processes().get(inner_pid, 0)
-        if not pid:
-            raise ProcessLookupError(f"it has no process {inner_pid}")
-        memory = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
-        opened.callback(os.close, memory)
-        # Its user can kill it, and its pid may have been given to any program before it was opened. Nothing can have become
-        # a process of the copy meanwhile: all are frozen.
-        if processes().get(inner_pid) != pid:
-            raise ProcessLookupError(f"process {inner_pid} of it has ended")
-        return memory

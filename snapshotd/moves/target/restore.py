@@ -16,6 +16,7 @@ from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import CriuFailed, Where
 from snapshotd.criu import images, layers, links, placed, session, verify
+from snapshotd.criu.pagemap_image import Pagemaps
 from snapshotd.criu.placed import PlacedPages
 from snapshotd.cuda.driver import Pair
 from snapshotd.files.as_user import User, file_user
@@ -233,8 +234,9 @@ class Restore:
             await in_thread(images.mend, folder, image.other_names)
             await in_thread(images.set_sizes, folder, self.files.sizes)
             await in_thread(images.mend_threads, folder)
-            below, left = await in_thread(placed.take, folder, image.below)
-            await in_thread(layers.build, folder, left)
+            pagemaps = Pagemaps(folder)
+            below, left = await in_thread(placed.take, pagemaps, image.below)
+            await in_thread(layers.build, pagemaps, left)
             ghosts = await in_thread(_free_ghosts, folder)
             modes = await placing
         finally:
