@@ -14,7 +14,7 @@ from integration.harness import MIGRATOR, PATIENCE_S, Asked, Cluster, until
 
 #: Each of these tests takes minutes, and all of them took half of the suite's time.
 WHOLE_JOBS = pytest.mark.sampled(4, group="whole jobs")
-#: On a test of such a file: it is the one of its kind, and runs every other day.
+#: On a test of such a file: it is the one of its kind, and runs every other day on average.
 ONE_OF_A_KIND = pytest.mark.sampled(2, group="whole jobs, each of a kind")
 
 

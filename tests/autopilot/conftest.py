@@ -15,8 +15,9 @@ import pytest
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Undone
 from tests.autopilot.etcd_server import EtcdServer, must_be_installed
-from tests.cli.conftest import FakeDaemon, Migrator, alone, migrator  # noqa: F401 - fixtures
+from tests.cli.conftest import Migrator, alone, migrator  # noqa: F401 - fixtures
 from tests.cli.fake_cluster import ServedCluster
+from tests.cli.fake_daemon import FakeDaemon
 
 NODES = ("node-1", "node-2", "node-3", "spare-1", "spare-2")
 

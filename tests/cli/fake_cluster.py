@@ -14,7 +14,7 @@ from tests.cli.fake_gates import FakeGates
 from tests.cli.fake_jobs import FakeJobs
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import FakeDaemon
+    from tests.cli.fake_daemon import FakeDaemon
 
 Daemon = TypeVar("Daemon", bound="FakeDaemon")
 

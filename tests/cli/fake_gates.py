@@ -11,7 +11,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api import snapshotd_pb2_grpc as stubs
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import FakeDaemon
+    from tests.cli.fake_daemon import FakeDaemon
 
 
 @dataclass

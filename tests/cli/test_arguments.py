@@ -6,7 +6,8 @@ import pytest
 
 from migrator.cli import arguments, program
 from snapshotd.api.errors import BY_CODE, BadConfig, NotFound, Usage
-from tests.cli.conftest import FakeCluster, Migrator
+from tests.cli.conftest import Migrator
+from tests.cli.fake_daemon import FakeCluster
 from tests.repository.test_docs import subparsers
 
 VERBS = (

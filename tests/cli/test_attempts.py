@@ -9,7 +9,8 @@ import pytest
 from migrator.driver import ATTEMPTS
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Changed, CriuFailed, Refused, SnapshotError, Undone, Unreachable, Where
-from tests.cli.conftest import FakeCluster, Migrator, a_rank
+from tests.cli.conftest import Migrator, a_rank
+from tests.cli.fake_daemon import FakeCluster
 
 CHANGED = Changed("devices: the rank has opened /dev/kmsg", remedy="close it", where=Where.SOURCE_FROZEN)
 

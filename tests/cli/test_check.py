@@ -6,7 +6,8 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Ambiguous, Busy, NotFound, Refused
-from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank
+from tests.cli.conftest import MOVE, Migrator, a_rank
+from tests.cli.fake_daemon import FakeCluster
 
 
 def _checks() -> list[pb.Check]:

@@ -10,7 +10,8 @@ import pytest
 from snapshotd.api import signs_of_life
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import WrongState
-from tests.cli.conftest import MOVE, FakeCluster, Migrator, changes
+from tests.cli.conftest import MOVE, Migrator, changes
+from tests.cli.fake_daemon import FakeCluster
 
 DECLARE = ("recover", MOVE, "--source-is-dead", "--yes")
 

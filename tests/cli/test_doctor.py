@@ -9,7 +9,8 @@ import pytest
 from migrator.doctor.compare import SKEW_FAIL_S
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NotFound, Refused, Unreachable, Usage
-from tests.cli.conftest import FakeCluster, Migrator
+from tests.cli.conftest import Migrator
+from tests.cli.fake_daemon import FakeCluster
 
 ALL = ("node-1", "node-2", "spare-1")
 

@@ -8,7 +8,8 @@ import pytest
 
 from migrator.estimate import GIB, PHASES, Estimate, Sample, Size, predict
 from snapshotd.api import snapshotd_pb2 as pb
-from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank, a_record
+from tests.cli.conftest import MOVE, Migrator, a_rank, a_record
+from tests.cli.fake_daemon import FakeCluster
 
 HERE, THERE, ELSEWHERE = "node-1", "spare-1", "node-2"
 

@@ -13,7 +13,8 @@ from migrator.autopilot.outside import Reported
 from migrator.autopilot.store import Store
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NotFound, Refused, Unreachable, Usage
-from tests.cli.conftest import FakeCluster, Migrator
+from tests.cli.conftest import Migrator
+from tests.cli.fake_daemon import FakeCluster
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from migrator.rollbacks import described
-from tests.cli.conftest import FakeCluster, Migrator, a_record
+from tests.cli.conftest import Migrator, a_record
+from tests.cli.fake_daemon import FakeCluster
 from tests.cli.fake_jobs import a_rollback
 
 WORDS = "rolled back 143 s, down 11.8 s, node-7 lost (does not answer)"

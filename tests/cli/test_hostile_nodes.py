@@ -6,7 +6,8 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Ambiguous, WrongState
-from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank, a_record
+from tests.cli.conftest import MOVE, Migrator, a_rank, a_record
+from tests.cli.fake_daemon import FakeCluster
 
 HOSTILE = "node-2"
 

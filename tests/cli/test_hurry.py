@@ -8,7 +8,8 @@ from migrator.cluster import Cluster
 from migrator.job_results import JobOptions
 from migrator.jobs import snapshot, suspend
 from snapshotd.api.errors import Busy
-from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank
+from tests.cli.conftest import MOVE, Migrator, a_rank
+from tests.cli.fake_daemon import FakeCluster
 
 SENT = "a copy of its snapshot is being sent"
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from migrator.cli import launchers, run, starters
-from tests.cli.test_run import Kept, kept
+from tests.cli.fake_keeper import Kept, kept
 
 __all__ = ["kept"]  # a fixture
 

@@ -12,7 +12,7 @@ from migrator.cluster import Cluster
 from migrator.jobs import succession
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NotFound, Refused
-from tests.cli.conftest import FakeCluster
+from tests.cli.fake_daemon import FakeCluster
 
 
 def snapshot(job: str = "night") -> pb.JobRecord:

@@ -11,7 +11,8 @@ from migrator import formatting
 from migrator.cli import nodes, ps
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Ambiguous, Denied, NotFound, Unreachable
-from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank
+from tests.cli.conftest import MOVE, Migrator, a_rank
+from tests.cli.fake_daemon import FakeCluster
 
 LISTING = (("ps",), ("nodes",), ("status",), ("history",), ("recover",))
 

@@ -15,7 +15,8 @@ from snapshotd import __version__
 from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import CriuFailed, OutcomeUnknown, Refused, Undone, Where
-from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank
+from tests.cli.conftest import MOVE, Migrator, a_rank
+from tests.cli.fake_daemon import FakeCluster
 
 ROOT = Path(__file__).parents[2]
 

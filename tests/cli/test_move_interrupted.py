@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from snapshotd.api.errors import OutcomeUnknown, Undone
-from tests.cli.conftest import FakeCluster
+from tests.cli.fake_daemon import FakeCluster
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,8 @@ import pytest
 from migrator.quiesce import view
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NcclFailed, Timeout, Undone, Unreachable
-from tests.cli.conftest import FakeCluster, Migrator, a_rank
+from tests.cli.conftest import Migrator, a_rank
+from tests.cli.fake_daemon import FakeCluster
 from tests.cli.gated_job import Gated, Group, collective, receive, send
 
 NCCL = ("PrepareDevice", "Report", "Close", "SetTargets", "Detach", "Freeze", "Attach", "Commit", "Open")

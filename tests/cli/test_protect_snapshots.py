@@ -16,7 +16,8 @@ from migrator.jobs.interval import best
 from migrator.jobs.postponing import BELIEVED_S, MEASURED, Postponing
 from migrator.jobs.protect import Protection
 from snapshotd.api import snapshotd_pb2 as pb
-from tests.cli.conftest import FakeCluster, Migrator
+from tests.cli.conftest import Migrator
+from tests.cli.fake_daemon import FakeCluster
 from tests.cli.found_ranks import rank
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from snapshotd.api.errors import Ambiguous, NotFound, Usage
-from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank, a_record
+from tests.cli.conftest import MOVE, Migrator, a_rank, a_record
+from tests.cli.fake_daemon import FakeCluster
 
 
 @pytest.mark.parametrize("verb", ["check", "move"])

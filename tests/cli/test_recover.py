@@ -9,7 +9,8 @@ from migrator.cluster import Cluster
 from migrator.journals import Move, all_moves
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NotFound, OutcomeUnknown, SnapshotError, Timeout, Unreachable, Usage, WrongState
-from tests.cli.conftest import CHANGING, MOVE, FakeCluster, Migrator, a_record, changes
+from tests.cli.conftest import CHANGING, MOVE, Migrator, a_record, changes
+from tests.cli.fake_daemon import FakeCluster
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 
 from migrator.cli import intervals, protection, run
 from tests.cli.conftest import Migrator
-from tests.cli.test_run import Kept, kept
+from tests.cli.fake_keeper import Kept, kept
 
 __all__ = ["kept"]
 

@@ -6,7 +6,8 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Refused, Timeout
-from tests.cli.conftest import FakeCluster, Migrator, a_rank
+from tests.cli.conftest import Migrator, a_rank
+from tests.cli.fake_daemon import FakeCluster
 
 
 def rewire(kind: pb.Rewire.Kind.ValueType) -> pb.Rewire:

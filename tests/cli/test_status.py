@@ -9,7 +9,8 @@ import pytest
 from migrator.cli import status
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NotFound, Unreachable
-from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_record
+from tests.cli.conftest import MOVE, Migrator, a_record
+from tests.cli.fake_daemon import FakeCluster
 
 
 def test_status_merges_the_records_of_source_and_target(cluster: FakeCluster, migrator: Migrator) -> None:

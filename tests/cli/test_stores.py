@@ -8,7 +8,7 @@ import pytest
 
 from migrator.cli import run, stores
 from tests.cli.conftest import Migrator
-from tests.cli.test_run import Kept, kept
+from tests.cli.fake_keeper import Kept, kept
 
 __all__ = ["kept"]
 

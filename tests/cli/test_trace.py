@@ -15,7 +15,8 @@ from migrator.driver.trace_events import lanes
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import CriuFailed, NotFound, Refused, Undone, Usage
 from tests.cli import chrome_trace
-from tests.cli.conftest import FakeCluster, Migrator, a_rank
+from tests.cli.conftest import Migrator, a_rank
+from tests.cli.fake_daemon import FakeCluster
 
 AHEAD_S = 5000.0  # a node that was booted earlier
 

@@ -14,7 +14,8 @@ from migrator.driver.trace import Trace
 from migrator.protocol import Verdict
 from migrator.results import Event, MoveOptions, MoveResult
 from snapshotd.api.errors import Changed, SnapshotError, Where
-from tests.cli.conftest import FakeCluster, a_rank
+from tests.cli.conftest import a_rank
+from tests.cli.fake_daemon import FakeCluster
 
 CHANGED = Changed("devices: the rank has opened /dev/kmsg", remedy="close it", where=Where.SOURCE_FROZEN)
 

@@ -155,6 +155,14 @@ def test_memory_of_a_process_arrives_in_the_order_of_its_addresses(
     assert sent(LargeMemory(pid, Layer(77, runs, rounds=several)), tmp_path / "3") == found
 
 
+def test_memory_in_many_pieces_is_in_fewer_files() -> None:
+    """The list of each file has the pieces of those before it, and the target reads all of them while the rank waits."""
+    size = 8 * large_memory.MOST_FILES * LEAST_RUN_BYTES
+    for count, files in ((100, large_memory.MOST_FILES), (20_000, 2), (60_000, 1)):
+        runs = [(number * 2 * size, (number * 2 + 1) * size) for number in range(count)]
+        assert len(large_memory._divided(runs)) == files
+
+
 @given(RUNS.filter(bool), st.integers(1, 9))
 def test_files_divide_the_memory(runs: list[tuple[int, int]], least_pages: int) -> None:
     ranges: list[Range] = []

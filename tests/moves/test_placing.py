@@ -328,12 +328,24 @@ def after_an_answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[
     assert actions == []
 
 
+@pytest.mark.parametrize("files", [1, 4])
 async def test_child_that_is_killed_fails_the_restore(
-    process: Stopped, folder: Path, after_an_answer: list[Callable[[ChildProcess], object]]
+    process: Stopped,
+    folder: Path,
+    after_an_answer: list[Callable[[ChildProcess], object]],
+    monkeypatch: pytest.MonkeyPatch,
+    files: int,
 ) -> None:
-    put(folder / "pages")
+    """Also if the others could copy what is left, of this file and of others."""
+    monkeypatch.setattr(page_copy, "CHUNK_BYTES", MIB)
+    monkeypatch.setattr(placing, "BYTES_PER_WRITER", SIZE_BYTES // files)
+    monkeypatch.setattr(os, "cpu_count", lambda: files)
+    size = SIZE_BYTES // files
+    placed = [PlacedPages(INNER, f"pages-{n}", at(process, [(n * size, n * size, size)])) for n in range(files)]
+    for one in placed:
+        put(folder / one.file)
     after_an_answer.append(ChildProcess.kill)
-    text = await failure(folder, [whole(process)], {INNER: process.pid})
+    text = await failure(folder, placed, {INNER: process.pid})
     assert "the child that copies the memory of the restored copy has ended" in text
     assert process.pages()
 

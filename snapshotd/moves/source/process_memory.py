@@ -1,4 +1,4 @@
-"""Reads long runs of anonymous pages of a frozen process, with several threads.
+"""Reads anonymous pages of a frozen process, with several threads. Pages that it shares with relatives stay shared.
 
 Invariant: what was read belongs to that process if `must_live` returns afterwards: it executes nothing while it is frozen,
 and a process that has got its pid meanwhile has another start time. Everything blocks.
