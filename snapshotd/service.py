@@ -31,7 +31,6 @@ from snapshotd.cuda.driver import Gpus
 from snapshotd.diagnosis.run import Diagnosis
 from snapshotd.files.as_user import spares
 from snapshotd.health.monitor import Monitor
-from snapshotd.holder import window
 from snapshotd.holder.client import Holder
 from snapshotd.inprocess import devmem, symbols
 from snapshotd.keepers.adoption import Adoption
@@ -75,6 +74,7 @@ from snapshotd.proc.room import Room
 from snapshotd.progress.sampler import Sampler
 from snapshotd.runtime import faults, metrics
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport.device import ring
 from snapshotd.transport.image.grpc_channel import push_handler
 from snapshotd.transport.image.spill import KEY, SpillDisk, SpillingStore
 from snapshotd.transport.image.store import ImageStore
@@ -279,9 +279,7 @@ class Daemon:
             gpu_problem=inventory.problem,
             now_unix_s=time.time(),
             protocol=protocol.own(),
-            device_window_bytes=window.of_process(devmem.STRIPES, devmem.SLOT_BYTES)
-            if config.hold_device_memory
-            else 0,
+            device_window_bytes=ring.memory_bytes(devmem.STRIPES) if config.hold_device_memory else 0,
         )
 
     def _memory_for_ranks(self) -> int:

@@ -1,8 +1,8 @@
 """Samples how much host memory a move uses on each node, without the memory of the rank itself.
 
-Counted for a node are the files in its image folder (offloaded memory on the source, images and stripes on the target),
-and the growth of the resident memory of its daemon and the daemon's children. A rank's own memory is not counted: it is
-not used by the move, except for the pinned staging buffers, whose size is constant.
+Counted for a node are the files in its image folder (images, stripes and rings), which its processes map, and the growth of
+the anonymous memory of its daemon and the daemon's children. A rank's own memory is not counted: it is not used by the move,
+except for the pinned staging buffers, whose size is constant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from integration.drill import node_of
-from integration.gpu.watch import resident_bytes
 from integration.harness import Cluster
 
 _EVERY_S = 0.05
@@ -27,16 +26,16 @@ class Peaks:
     def __init__(self, nodes: Cluster) -> None:
         self.bytes: dict[str, int] = dict.fromkeys(nodes.lab.nodes, 0)
         self._folders = {node: nodes.run_dir(node) / "images" for node in nodes.lab.nodes}
-        self._before = {node: self._resident(node) for node in nodes.lab.nodes}
+        self._before = {node: self._anonymous(node) for node in nodes.lab.nodes}
 
     def look(self) -> None:
         for node, folder in self._folders.items():
-            grown = max(0, self._resident(node) - self._before[node])
+            grown = max(0, self._anonymous(node) - self._before[node])
             self.bytes[node] = max(self.bytes[node], _stored_bytes(folder) + grown)
 
     @staticmethod
-    def _resident(node: str) -> int:
-        return sum(resident_bytes(pid) for pid in _of_the_daemon(node))
+    def _anonymous(node: str) -> int:
+        return sum(_anonymous_bytes(pid) for pid in _of_the_daemon(node))
 
 
 @contextmanager
@@ -68,6 +67,15 @@ def _of_the_daemon(node: str) -> list[int]:
                 if node_of(pid) == node:
                     found.append(pid)
     return found
+
+
+def _anonymous_bytes(pid: int) -> int:
+    """0 if the process has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 def _stored_bytes(folder: Path) -> int:

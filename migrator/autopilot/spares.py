@@ -168,13 +168,13 @@ def needs_of(source: Node, rank: Rank) -> list[Gpu]:
 
 
 def memory_for(rank: Rank, source: Node | None, target: Node | None) -> int:
-    """The host memory that the target needs while the rank moves. Its device memory passes through a window there if both
+    """The host memory that the target needs while the rank moves. Its device memory passes through rings there if both
     nodes hold it on the GPU and it is on one GPU (snapshotd/preflight/arriving.py). What the driver moves is not known here:
     preflight has the last word."""
-    windows = [node.device_window_bytes if node is not None else 0 for node in (source, target)]
-    if len(rank.gpus) != 1 or not all(windows):
+    rings_bytes = [node.device_window_bytes if node is not None else 0 for node in (source, target)]
+    if len(rank.gpus) != 1 or not all(rings_bytes):
         return rank.size_bytes
-    return rank.memory_bytes + min(rank.device_bytes, windows[1])
+    return rank.memory_bytes + rings_bytes[1]
 
 
 def _why_none(reasons: Mapping[str, str]) -> str:

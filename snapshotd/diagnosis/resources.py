@@ -22,7 +22,7 @@ def gpus(info: pb.NodeInfo) -> list[Finding]:
 
 
 def memory(info: pb.NodeInfo) -> list[Finding]:
-    """Device memory travels through host memory on both nodes: all of it at once, or through a window."""
+    """Device memory travels through host memory on both nodes: all of it at once, or through rings."""
     room = min(info.memory_available_bytes, info.image_capacity_bytes - info.image_held_bytes)
     largest = max((gpu.memory_bytes for gpu in info.gpus), default=0)
     if room < min(largest, info.device_window_bytes or largest):

@@ -1,48 +1,105 @@
-"""The process that copies held memory from the GPU into stripe files: `python -m snapshotd.holder.copier`.
+"""The process that copies held memory from the GPU into stripes: `python -m snapshotd.holder.copier`.
 
-The files have a window: only a part of each exists at a time. What has been sent is removed from its beginning, and what
-comes next is copied from the GPU. So a move needs the same host memory whatever the size of the rank. It may die at any time:
-the memory is kept elsewhere (snapshotd/holder/process.py), and a new one can begin from the start.
+For a move each stripe is a ring (transport/device/ring.py), which the GPU writes and another process sends. For a snapshot it
+is a file that gets all of it. It may die at any time: the memory is kept elsewhere (snapshotd/holder/process.py), and another
+process continues.
 
-The daemon's messages: the settings; {"begin": KEY}, what to copy, which it gets from the holder; {"sent": [bytes of each
-stripe], "free": [bytes at the beginning that may be removed]}. Answers: {"ready": true}; {"done": [bytes of each stripe]};
-{"last": number of a stripe that is complete}; {"error": text, "code": code}.
+The daemon's messages: the settings; {"begin": KEY}, what to copy, which it gets from the holder. Answers: {"ready": true};
+{"done": [bytes of each stripe]}, now and then; {"last": number of a stripe that is complete}; {"error": text, "code": code}.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import mmap
 import os
 import socket
 import threading
+from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from snapshotd.holder import stripe_child
 from snapshotd.holder.client import Holder
 from snapshotd.holder.driver import DriverError, Gpu, chunks
 from snapshotd.holder.process import MESSAGE_BYTES
+from snapshotd.transport.device.ring import Pieces, Ring
 
-_SLOTS = 2
+#: Chunks of a stripe at a time: one on its way from the GPU, one that is passed on.
+_CHUNKS = 2
+#: What is copied between two messages to the daemon, which needs them for a new process.
+_REPORT_BYTES = 64 << 20
+
+
+class Stripe(Protocol):
+    """Where one stripe goes. Chunks are begun and passed on in their order, at most _CHUNKS at a time."""
+
+    #: How much of it an earlier process has copied.
+    have: int
+
+    def begin(self, at: int, size: int) -> Pieces:
+        """Waits for room; pinned memory for the next chunk."""
+
+    def pass_on(self, at: int, size: int) -> None:
+        """The chunk has arrived in that memory."""
+
+
+class SentRing:
+    """Another process sends it."""
+
+    def __init__(self, gpu: Gpu, path: str, settings: dict[str, Any]) -> None:
+        if settings["fresh"]:
+            Path(path).unlink(missing_ok=True)
+        self._ring = Ring(path, settings["ring_bytes"] if settings["fresh"] else 0)
+        self._behind_bytes: int = settings["behind_bytes"]
+        gpu.pin(self._ring.address, self._ring.bytes)
+        self.have = self._ring.written
+
+    def begin(self, at: int, size: int) -> Pieces:
+        self._ring.begin(at + size, self._behind_bytes)
+        return self._ring.pieces(at, size)
+
+    def pass_on(self, at: int, size: int) -> None:
+        self._ring.wrote(at + size)
+
+
+class WholeFile:
+    """All of it stays."""
+
+    def __init__(self, gpu: Gpu, path: str, slot_bytes: int, have: int) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._free = deque(gpu.pinned(slot_bytes) for _ in range(_CHUNKS))
+        self._begun: deque[int] = deque()
+        self.have = have
+
+    def begin(self, at: int, size: int) -> Pieces:
+        self._begun.append(self._free.popleft())
+        return [(0, self._begun[-1], size)]
+
+    def pass_on(self, at: int, size: int) -> None:
+        address = self._begun.popleft()
+        data = memoryview((ctypes.c_char * size).from_address(address))
+        done = 0
+        while done < size:
+            done += os.pwrite(self._file, data[done:], at + done)
+        self._free.append(address)
 
 
 class Copier:
     def __init__(self, line: socket.socket, settings: dict[str, Any]) -> None:
         self._line = line
         self._slot_bytes: int = settings["slot_bytes"]
-        self._ahead_bytes: int = settings["ahead_bytes"]
-        self._files = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for path in settings["files"]]
         self._gpu = Gpu(settings["gpu"])
-        self._buffers = [[self._gpu.pinned(self._slot_bytes) for _ in range(_SLOTS)] for _ in self._files]
+        self._stripes: list[Stripe] = [
+            SentRing(self._gpu, path, settings)
+            if settings["ring_bytes"]
+            else WholeFile(self._gpu, path, self._slot_bytes, settings["from"][number])
+            for number, path in enumerate(settings["files"])
+        ]
         self._blocks: list[tuple[int, int]] = []
-        self._changed = threading.Condition()
         self._holder = Path(settings["holder"])
-        self._from: list[int] = settings["from"]  # what an earlier process has copied
-        self._sent, self._free = list(self._from), [0] * len(self._files)
-        self._done = list(self._from)
         self._saying = threading.Lock()
+        self._done = [stripe.have for stripe in self._stripes]
 
     def run(self) -> None:
         """Until the daemon closes the socket."""
@@ -51,18 +108,10 @@ class Copier:
             blob = self._line.recv(MESSAGE_BYTES)
             if not blob:
                 return
-            message = json.loads(blob)
-            if "sent" in message:
-                with self._changed:
-                    self._sent, self._free = message["sent"], message["free"]
-                    self._changed.notify_all()
-            if "begin" in message:
-                for blocks, fds in Holder(self._holder).held(message["begin"]):
-                    self._blocks += [
-                        (self._gpu.map(fd, one.bytes), one.bytes) for one, fd in zip(blocks, fds, strict=True)
-                    ]
-                for number in range(len(self._files)):
-                    threading.Thread(target=self._guarded, args=(number,), daemon=True).start()
+            for blocks, fds in Holder(self._holder).held(json.loads(blob)["begin"]):
+                self._blocks += [(self._gpu.map(fd, one.bytes), one.bytes) for one, fd in zip(blocks, fds, strict=True)]
+            for number in range(len(self._stripes)):
+                threading.Thread(target=self._guarded, args=(number,), daemon=True).start()
 
     def _guarded(self, number: int) -> None:
         try:
@@ -71,49 +120,36 @@ class Copier:
             self._say(error=f"copying stripe {number}: {error}", code="gpu-failed")
 
     def _copy(self, number: int) -> None:
-        """Copies one stripe, two chunks at a time: one on its way from the GPU, one into the file."""
+        """Copies one stripe, two chunks at a time."""
         self._gpu.enter()
-        streams = [self._gpu.stream() for _ in range(_SLOTS)]
-        todo = chunks(self._blocks, number, len(self._files), self._slot_bytes)
-        at, freed = 0, 0
-        while todo and at < self._from[number]:
-            at += todo.pop(0)[1]
-        if todo:
-            self._begin(number, 0, todo[0], streams)
-        for index, (_, size) in enumerate(todo):
-            if index + 1 < len(todo):
-                self._begin(number, index + 1, todo[index + 1], streams)
-            slot = index % _SLOTS
-            self._gpu.wait(streams[slot])
-            freed = self._make_room(number, at + size, freed)
-            data = (ctypes.c_char * size).from_address(self._buffers[number][slot])
-            done = 0
-            while done < size:
-                done += os.pwrite(self._files[number], memoryview(data)[done:], at + done)
+        streams = [self._gpu.stream() for _ in range(_CHUNKS)]
+        stripe, at = self._stripes[number], 0
+        todo: list[tuple[int, int, int]] = []  # address on the GPU, place in the stripe, bytes
+        for address, size in chunks(self._blocks, number, len(self._stripes), self._slot_bytes):
+            if at >= stripe.have:
+                todo.append((address, at, size))
             at += size
-            self._report(number, at)
+        begun, reported = 0, -1
+        for index, (_, begin, size) in enumerate(todo):
+            while begun < min(index + _CHUNKS, len(todo)):
+                self._begin(stripe, *todo[begun], streams[begun % _CHUNKS])
+                begun += 1
+            self._gpu.wait(streams[index % _CHUNKS])
+            stripe.pass_on(begin, size)
+            if reported < 0 or begin + size - reported >= _REPORT_BYTES:
+                reported = begin + size
+                self._report(number, reported)
         self._report(number, at, last=True)
 
-    def _begin(self, number: int, index: int, chunk: tuple[int, int], streams: list[ctypes.c_void_p]) -> None:
-        address, size = chunk
-        slot = index % _SLOTS
-        self._gpu.copy_out(self._buffers[number][slot], address, size, streams[slot])
-
-    def _make_room(self, number: int, end: int, freed: int) -> int:
-        """Waits until the file may have bytes up to `end`, and removes what is too far behind. Returns what was removed."""
-        with self._changed:
-            self._changed.wait_for(lambda: end - self._sent[number] <= self._ahead_bytes)
-            gone = self._free[number] // mmap.PAGESIZE * mmap.PAGESIZE
-        if gone > freed:
-            stripe_child.remove(self._files[number], freed, gone)
-            return gone
-        return freed
+    def _begin(self, stripe: Stripe, address: int, at: int, size: int, stream: ctypes.c_void_p) -> None:
+        for offset, to, length in stripe.begin(at, size):
+            self._gpu.copy_out(to, address + offset, length, stream)
 
     def _report(self, number: int, at: int, *, last: bool = False) -> None:
-        with self._changed:
+        with self._saying:
             self._done[number] = at
-            done = list(self._done)
-        self._say(done=done, **({"last": number} if last else {}))
+            message: dict[str, Any] = {"done": self._done, **({"last": number} if last else {})}
+            self._line.send(json.dumps(message).encode())
 
     def _say(self, **message: Any) -> None:
         with self._saying:

@@ -1,7 +1,6 @@
-"""Copies held memory into stripe files and has it sent: the daemon's side of the process that copies.
+"""Copies held memory into stripes: the daemon's side of the process that copies.
 
-Invariant: a part of a file is removed only after the process that sends it was told so, and only behind what was sent. If the
-process that copies dies, another one takes its place; what was copied is not copied again.
+If that process dies, another one takes its place; what was copied is not copied again.
 """
 
 from __future__ import annotations
@@ -13,20 +12,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from snapshotd.api.errors import GpuFailed, Internal, SnapshotError
-from snapshotd.holder import window
 from snapshotd.holder.driver import chunks
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.transport.device.child import Child
-from snapshotd.transport.device.outgoing import Outgoing
+from snapshotd.transport.device.ring import BEHIND_BYTES, RING_BYTES
 
 log = logging.getLogger(__name__)
 
 _COPIER = "snapshotd.holder.copier"
 #: A fresh attach to the driver takes seconds.
 READY_S = 60.0
-_NO_WINDOW = 1 << 62
-#: How often what was sent is passed on.
-_RELAY_S = 0.005
 #: How many processes that copy may be lost.
 REPLACED = 2
 
@@ -51,15 +46,14 @@ class Copying:
         *,
         whole: bool = False,
     ) -> None:
-        """`whole`: the files get all of it, not a window."""
+        """`whole`: into files that get all of it, not into rings that are sent."""
         self._gpu, self._folder, self._names = gpu, folder, list(names)
         self._slot_bytes, self._holder, self._library_dir = slot_bytes, holder, library_dir
-        self._ahead_bytes = _NO_WINDOW if whole else window.COPIED_AHEAD_BYTES
+        self._ring_bytes = 0 if whole else RING_BYTES
+        self._fresh = True
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
         self._done = [0] * len(self._names)
-        self._free = [0] * len(self._names)
-        self._sent = [0] * len(self._names)
         self.failed: SnapshotError | None = None
 
     async def start(self) -> None:
@@ -69,21 +63,21 @@ class Copying:
             "files": [str(self._folder / name) for name in self._names],
             "slot_bytes": self._slot_bytes,
             "holder": str(self._holder),
-            "ahead_bytes": self._ahead_bytes,
+            "ring_bytes": self._ring_bytes,
+            "behind_bytes": BEHIND_BYTES,
+            "fresh": self._fresh,
             "from": self._done,
         }
         self._child = await Child.start(_COPIER, settings, library_dir=self._library_dir)
         await self._child.ready(READY_S)
+        self._fresh = False
 
     def begin(
-        self,
-        key: str,
-        sizes: Sequence[int],
-        outgoing: Callable[[], Outgoing | None],
-        advance: Callable[[Sequence[str], Sequence[int]], None],
+        self, key: str, sizes: Sequence[int], advance: Callable[[Sequence[str], Sequence[int]], None]
     ) -> asyncio.Task[None]:
-        """Copies what the holder keeps under `key`, as fast as `outgoing` sends it. The task ends when all is copied."""
-        self._task = asyncio.create_task(self._carry(key, list(sizes), outgoing, advance), name=f"copy {key}")
+        """Copies what the holder keeps under `key`, into rings as fast as they are emptied. `advance` is told when they have
+        something, and when a stripe is complete. The task ends when all is copied."""
+        self._task = asyncio.create_task(self._carry(key, list(sizes), advance), name=f"copy {key}")
         return self._task
 
     async def close(self) -> None:
@@ -101,12 +95,11 @@ class Copying:
         self,
         key: str,
         sizes: list[int],
-        outgoing: Callable[[], Outgoing | None],
         advance: Callable[[Sequence[str], Sequence[int]], None],
     ) -> None:
         for left in reversed(range(REPLACED + 1)):
             try:
-                await self._copy(key, sizes, outgoing, advance)
+                await self._copy(key, sizes, advance)
                 return
             except (GpuFailed, Internal) as error:
                 log.warning("copying %s: %s", key, error.message)
@@ -119,44 +112,16 @@ class Copying:
                 with contextlib.suppress(GpuFailed, Internal):  # the next attempt fails at once
                     await self.start()
 
-    async def _copy(
-        self,
-        key: str,
-        sizes: list[int],
-        outgoing: Callable[[], Outgoing | None],
-        advance: Callable[[Sequence[str], Sequence[int]], None],
-    ) -> None:
+    async def _copy(self, key: str, sizes: list[int], advance: Callable[[Sequence[str], Sequence[int]], None]) -> None:
         child = self._child
         assert child is not None
-        child.say({"begin": key, "sent": self._sent, "free": self._free})
-        relaying = asyncio.create_task(self._relay(child, outgoing))
-        try:
-            ended: set[int] = set()
-            while len(ended) < len(self._names):
-                message = await child.hear()
-                self._done = [max(pair) for pair in zip(self._done, message["done"], strict=True)]
-                advance(self._names, self._done)
-                if "last" in message:
-                    ended.add(int(message["last"]))
-        finally:
-            relaying.cancel()
-            await asyncio.gather(relaying, return_exceptions=True)
+        child.say({"begin": key})
+        ended: set[int] = set()
+        while len(ended) < len(self._names):
+            message = await child.hear()
+            self._done = [max(pair) for pair in zip(self._done, message["done"], strict=True)]
+            advance(self._names, self._done)
+            if "last" in message:
+                ended.add(int(message["last"]))
         if self._done != sizes:
             raise GpuFailed(f"{sum(self._done)} bytes of {key} were copied, {sum(sizes)} were handed over")
-
-    async def _relay(self, child: Child, outgoing: Callable[[], Outgoing | None]) -> None:
-        while True:
-            await asyncio.sleep(_RELAY_S)
-            sender = outgoing()
-            if sender is None:
-                continue
-            sent = [sender.position(name) for name in self._names]
-            if sent == self._sent:
-                continue
-            self._sent = [max(pair) for pair in zip(self._sent, sent, strict=True)]
-            for number, name in enumerate(self._names):
-                free = self._sent[number] - window.COPIED_BEHIND_BYTES
-                if free > self._free[number]:
-                    self._free[number] = free
-                    sender.free(name, free)  # before the process that copies may remove it
-            child.say({"sent": self._sent, "free": self._free})

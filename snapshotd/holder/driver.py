@@ -65,6 +65,10 @@ class Gpu:
         assert address.value is not None
         return address.value
 
+    def pin(self, address: int, size_bytes: int) -> None:
+        """Pins memory of this process."""
+        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), _size(size_bytes), ctypes.c_uint(_PORTABLE))
+
     def stream(self) -> ctypes.c_void_p:
         stream = ctypes.c_void_p()
         self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))

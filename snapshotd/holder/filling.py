@@ -1,7 +1,7 @@
 """Has memory on this node's GPU filled from stripes that arrive: the daemon's side of the process that fills.
 
-Invariant: memory counts as filled only with bytes that were verified and are on the GPU; a part of a file is removed only
-then. If the process that fills dies, another one takes its place; what was filled is not filled again.
+Invariant: memory counts as filled only with bytes that were verified and are on the GPU. If the process that fills dies,
+another one takes its place; what was filled is not filled again.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from snapshotd.api.errors import GpuFailed, Internal
-from snapshotd.holder import window
 from snapshotd.holder.copying import READY_S, REPLACED, stripe_sizes
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.transport.device.child import Child
@@ -21,8 +20,6 @@ from snapshotd.transport.device.child import Child
 log = logging.getLogger(__name__)
 
 _FILLER = "snapshotd.holder.filler"
-#: How often what has arrived is passed on.
-_RELAY_S = 0.005
 #: Of one message.
 _BLOCKS = 1000
 
@@ -45,8 +42,7 @@ class Filling:
         self._child: Child | None = None
         self._task: asyncio.Task[int] | None = None
         self._allocated = asyncio.Event()
-        self._tell: Callable[[Sequence[int]], None] = lambda sizes: None
-        self.filled = [0] * len(self._names)
+        self._filled = [0] * len(self._names)
 
     async def start(self) -> None:
         """Starts the process, which attaches to the GPU. Raises Internal or GpuFailed."""
@@ -56,23 +52,14 @@ class Filling:
             "slot_bytes": self._slot_bytes,
             "holder": str(self._holder),
             "key": self._key,
-            "behind_bytes": window.FILLED_BEHIND_BYTES,
-            "from": self.filled,
         }
         self._child = await Child.start(_FILLER, settings, library_dir=self._library_dir)
         await self._child.ready(READY_S)
 
-    def begin(
-        self,
-        blocks: Sequence[HeldBlock],
-        arrived: Callable[[str], int],
-        filled: Callable[[Sequence[int]], None] = lambda sizes: None,
-    ) -> asyncio.Task[int]:
-        """Creates this memory and fills it. `arrived`: how much of a stripe is verified and in its file. The task ends with
-        the bytes when all of it is filled; the holder keeps it under the key. `filled` is told how much that is, again
-        and again."""
-        self._tell = filled
-        self._task = asyncio.create_task(self._carry(list(blocks), arrived), name=f"fill {self._key}")
+    def begin(self, blocks: Sequence[HeldBlock]) -> asyncio.Task[int]:
+        """Creates this memory and fills it. The task ends with the bytes when all of it is filled; the holder keeps it under
+        the key."""
+        self._task = asyncio.create_task(self._carry(list(blocks)), name=f"fill {self._key}")
         return self._task
 
     async def allocated(self) -> None:
@@ -97,10 +84,10 @@ class Filling:
             await self._child.close()
             self._child = None
 
-    async def _carry(self, blocks: list[HeldBlock], arrived: Callable[[str], int]) -> int:
+    async def _carry(self, blocks: list[HeldBlock]) -> int:
         for left in reversed(range(REPLACED + 1)):
             try:
-                return await self._fill(blocks, arrived)
+                return await self._fill(blocks)
             except (GpuFailed, Internal) as error:
                 log.warning("filling %s: %s", self._key, error.message)
                 if not left:
@@ -112,36 +99,21 @@ class Filling:
                     await self.start()
         raise AssertionError
 
-    async def _fill(self, blocks: list[HeldBlock], arrived: Callable[[str], int]) -> int:
+    async def _fill(self, blocks: list[HeldBlock]) -> int:
         child = self._child
         assert child is not None
         sizes = stripe_sizes(blocks, len(self._names), self._slot_bytes)
         for at in range(0, max(1, len(blocks)), _BLOCKS):
             some = [[one.address, one.bytes, one.device] for one in blocks[at : at + _BLOCKS]]
             child.say({"blocks": some, "more": at + _BLOCKS < len(blocks)})
-        relaying = asyncio.create_task(self._relay(child, arrived))
-        try:
-            ended: set[int] = set()
-            while len(ended) < len(self._names):
-                message = await child.hear()
-                if "allocated" in message:
-                    self._allocated.set()
-                    continue
-                self.filled = [max(pair) for pair in zip(self.filled, message["filled"], strict=True)]
-                if "last" in message:
-                    ended.add(int(message["last"]))
-        finally:
-            relaying.cancel()
-            await asyncio.gather(relaying, return_exceptions=True)
-        if self.filled != sizes:
-            raise GpuFailed(f"{sum(self.filled)} bytes of {self._key} were filled, {sum(sizes)} were expected")
+        ended: set[int] = set()
+        while len(ended) < len(self._names):
+            message = await child.hear()
+            if "allocated" in message:
+                self._allocated.set()
+                continue
+            self._filled = message["filled"]
+            ended.add(int(message["last"]))
+        if self._filled != sizes:
+            raise GpuFailed(f"{sum(self._filled)} bytes of {self._key} were filled, {sum(sizes)} were expected")
         return sum(sizes)
-
-    async def _relay(self, child: Child, arrived: Callable[[str], int]) -> None:
-        known: list[int] = []
-        while True:
-            self._tell(self.filled)
-            now = [arrived(name) for name in self._names]
-            if now != known and child.mention({"arrived": now}):
-                known = now
-            await asyncio.sleep(_RELAY_S)

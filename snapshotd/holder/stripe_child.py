@@ -1,4 +1,4 @@
-"""What the two processes that copy between a GPU and stripe files have in common (copier.py, filler.py)."""
+"""What the two processes that copy between a GPU and stripes have in common (copier.py, filler.py)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from snapshotd.sandbox.profiles import Profile
 
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = 900
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_…
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class Work(Protocol):
@@ -43,8 +40,3 @@ def main(make: Callable[[socket.socket, dict[str, Any]], Work]) -> None:
     except (OSError, DriverError, SnapshotError) as error:
         line.send(json.dumps({"error": str(error), "code": "gpu-failed"}).encode())
         line.recv(1)
-
-
-def remove(file: int, begin: int, end: int) -> None:
-    """Frees this part of a file; its size stays."""
-    _libc.fallocate(file, _PUNCH_HOLE | _KEEP_SIZE, begin, end - begin)

@@ -50,7 +50,7 @@ class StripedProcess(msgspec.Struct, frozen=True, array_like=True):
     start_ticks: int
     stripes: list[str]
     slot_bytes: int
-    held: bool = False  # the files are only a window: the holder keeps the memory itself
+    held: bool = False  # the files are rings: the holder keeps the memory itself
     taken_over: bool = False  # … and the target may have it as well, on the same GPU
 
     @property

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from snapshotd.api.snapshotd_pb2 import RankFacts
-from snapshotd.holder import window
+from snapshotd.transport.device import ring
 
 
 @dataclass(frozen=True)
 class Arriving:
     image_bytes: int  # what comes with the image, at most, without carried files
     stripes_bytes: int  # what the files of the stripes take, at most
-    windowed: bool  # they are windows, whatever the size of the device memory
+    rings: bool  # they are rings, whatever the size of the device memory
 
     @property
     def all_bytes(self) -> int:
@@ -27,9 +27,8 @@ def arriving(facts: RankFacts, *, holds: bool) -> Arriving:
     offloaded = min(facts.gpu.offloaded_bytes, facts.memory_bytes)
     image_bytes = facts.memory_bytes - offloaded
     if not holds or not facts.gpu.held_stripes:
-        return Arriving(image_bytes, offloaded, windowed=False)
-    window_bytes = window.target_bytes(facts.gpu.held_stripes, facts.gpu.slot_bytes)
-    return Arriving(image_bytes, min(offloaded, window_bytes), windowed=True)
+        return Arriving(image_bytes, offloaded, rings=False)
+    return Arriving(image_bytes, ring.memory_bytes(facts.gpu.held_stripes), rings=True)
 
 
 def stays_bytes(facts: RankFacts) -> int:
@@ -38,4 +37,4 @@ def stays_bytes(facts: RankFacts) -> int:
     if not facts.gpu.held_stripes:
         return device
     offloaded = min(facts.gpu.offloaded_bytes, device)
-    return device - offloaded + min(offloaded, window.source_bytes(facts.gpu.held_stripes, facts.gpu.slot_bytes))
+    return device - offloaded + ring.memory_bytes(facts.gpu.held_stripes)

@@ -210,15 +210,15 @@ def profiler(rank: Inspection, gpu: DriverReport) -> Check:
     return passed("gpu-profiler", "none in the process")
 
 
-def host_memory(rank: Inspection, gpu: DriverReport, offloaded_bytes: int = 0, window_bytes: int = 0) -> Check:
+def host_memory(rank: Inspection, gpu: DriverReport, offloaded_bytes: int = 0, rings_bytes: int = 0) -> Check:
     """The checkpoint copies device memory into the process's own memory, where an out-of-memory kill would end the job.
 
     What the shim offloads also goes into this node's memory, but does not count towards the job's limits. With
-    `window_bytes` it stays on its GPU until it is sent, and this node needs only so much for it.
+    `rings_bytes` it stays on its GPU until it is sent, and this node needs only so much for it.
     """
     all_bytes = sum(use.memory_bytes for use in uses(rank, gpu))
     rest_bytes = max(0, all_bytes - offloaded_bytes) + RESERVE_BYTES
-    here_bytes = rest_bytes + min(window_bytes or all_bytes, offloaded_bytes)
+    here_bytes = rest_bytes + (rings_bytes or min(all_bytes, offloaded_bytes))
     rooms = [(what, room, here_bytes if what == THIS_NODE else rest_bytes) for what, room in memory_room(rank.root_pid)]
     what, room, needed = min(rooms, key=lambda one: one[1] - one[2])
     if room < needed:

@@ -159,7 +159,7 @@ def device_memory(rank: Inspection, gpu: DriverReport, shim: Shim) -> Check:
 
 
 def offload_room(files_bytes: int, room_bytes: int) -> Check:
-    """On the source: the stripes' files stay in memory until the move has ended, or are a window of so many bytes."""
+    """On the source: the stripes' files stay in memory until the move has ended, or are rings of so many bytes."""
     needed = files_bytes + RESERVE_BYTES
     if room_bytes < needed:
         return warned(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from snapshotd.api import protocol
 from snapshotd.api.snapshotd_pb2 import Check, Rank, RankFacts
-from snapshotd.holder import window
 from snapshotd.inprocess import devmem, shimctl
 from snapshotd.preflight import (
     file_checks,
@@ -30,6 +29,7 @@ from snapshotd.preflight.survey import add_digests
 from snapshotd.preflight.verdict import passed, refusals
 from snapshotd.proc import cgroup, cgroup_limits, host, oom_score, priorities, privileges
 from snapshotd.proc.credentials import Identity
+from snapshotd.transport.device import ring
 
 #: How long preflight may spend on digests of files whose content the target may have to compare.
 DIGEST_SECONDS = 5.0
@@ -84,7 +84,7 @@ GPU_CHECKS: dict[str, Callable[[Inspection, DriverReport], Check]] = {
         rank,
         gpu,
         gpu_shim_checks.offloaded_bytes(rank, gpu, shimctl),
-        window.source_bytes(gpu_shim_checks.held_stripes(rank, gpu, shimctl), devmem.SLOT_BYTES),
+        ring.memory_bytes(gpu_shim_checks.held_stripes(rank, gpu, shimctl)),
     ),
 }
 

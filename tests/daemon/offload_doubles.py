@@ -154,7 +154,7 @@ class Source:
         self.memories = {process: Memory(process) for process in processes}
         self.driver: Any = Driver(processes)
         self.refusal: SnapshotError | None = None
-        #: Called when the source asks for a channel, with whether its files are windows.
+        #: Called when the source asks for a channel, with whether its files are rings.
         self.opening: Callable[[bool], None] = lambda held: None
         self.sealed = True
         self.channel: Channel | None = None
@@ -216,7 +216,7 @@ class Source:
 
         yield SimpleNamespace(target=SimpleNamespace(OpenDeviceChannel=open_device_channel))
 
-    async def _outgoing(self, *arguments: Any, encrypted: bool, window_bytes: int = 0) -> Channel:
+    async def _outgoing(self, *arguments: Any, encrypted: bool, rings: bool = False) -> Channel:
         assert encrypted
         self.channel = Channel(arguments[4], arguments[5])
         return self.channel

@@ -23,6 +23,7 @@ from snapshotd.moves.reserve import Reserve
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.target.device_channels import DeviceChannels
 from snapshotd.proc import host
+from snapshotd.transport.device.ring import Ring
 from tests.fakes.cuda_fake import GpuNode, gpus
 
 MOVE = "m-0123456789ab"
@@ -36,14 +37,7 @@ class Arriving:
 
     def __init__(self) -> None:
         self.failed: SnapshotError | None = None
-        self.sizes = dict.fromkeys(NAMES, 0)
         self.closed = False
-
-    def position(self, name: str) -> int:
-        return self.sizes[name]
-
-    def consumed(self, name: str, size: int) -> None:
-        pass
 
     def fail(self, error: SnapshotError) -> None:
         self.failed = self.failed or error
@@ -58,6 +52,8 @@ class Target:
         self.holder = Holder(folder / "holder.sock")
         self.stripes = folder / "stripes"
         self.stripes.mkdir()
+        for name in NAMES:
+            Ring(str(self.stripes / name), 4 * MIB)
         self.arriving = Arriving()
         self.node: Any = SimpleNamespace(
             holder=self.holder, config=SimpleNamespace(gpu_library_dir=str(self.gpus.folder))
@@ -66,12 +62,6 @@ class Target:
     def fills(self, gpu: str = "") -> Fills:
         arriving: Any = self.arriving
         return Fills(self.node, MOVE, gpu or self.gpus.gpus[0].uuid, self.stripes, NAMES, MIB, arriving)
-
-    def arrive(self, blocks: Sequence[HeldBlock]) -> None:
-        size = sum(one.bytes for one in blocks) // len(NAMES)
-        for name in NAMES:
-            (self.stripes / name).write_bytes(os.urandom(size))
-            self.arriving.sizes[name] = size
 
 
 @pytest.fixture

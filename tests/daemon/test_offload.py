@@ -223,7 +223,7 @@ async def test_failure_with_memory_offloaded_fails_the_move(source: Source) -> N
 async def test_stripe_files_follow_the_image_without_a_device_memory_channel(
     source: Source, refusal: SnapshotError | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def unreachable(*arguments: Any, encrypted: bool, window_bytes: int = 0) -> Channel:
+    async def unreachable(*arguments: Any, encrypted: bool, rings: bool = False) -> Channel:
         raise Unreachable("the port is shut")
 
     source.refusal = refusal

@@ -1,4 +1,4 @@
-"""Held memory is copied into stripes with a window, as fast as it is sent, also by a process that replaces a dead one."""
+"""Held memory is copied into rings, as fast as they are emptied, also by a process that replaces a dead one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from snapshotd.api.errors import GpuFailed, SnapshotError
-from snapshotd.holder import copying, window
+from snapshotd.holder import copying
 from snapshotd.holder.client import Holder
 from snapshotd.holder.copying import Copying, stripe_sizes
 from snapshotd.holder.driver import chunks
 from snapshotd.inprocess.holding import HeldBlock
+from snapshotd.transport.device.ring import Ring
 from tests.fakes.cuda_fake import GpuNode, gpus
 
 MIB = 1 << 20
@@ -24,10 +25,13 @@ NAMES = ["device-1-0", "device-1-1", "device-1-2"]
 KEY = "m-0123456789ab/1"
 
 
+RING_BYTES, BEHIND_BYTES = 12 * MIB, 4 * MIB
+
+
 @pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "COPIED_AHEAD_BYTES", 6 * MIB)
-    monkeypatch.setattr(window, "COPIED_BEHIND_BYTES", 4 * MIB)
+def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "RING_BYTES", RING_BYTES)
+    monkeypatch.setattr(copying, "BEHIND_BYTES", BEHIND_BYTES)
 
 
 @pytest.fixture
@@ -45,30 +49,42 @@ def holder(tmp_path: Path) -> Iterator[Holder]:
 
 
 class Sender:
-    """Sends all that was copied, until it is told to wait, and notes what may be removed."""
+    """Reads all that is in the rings once it is told of them, unless it is paused."""
 
     def __init__(self, folder: Path, sizes: Sequence[int]) -> None:
-        self.folder, self.content = folder, [b""] * len(NAMES)
-        self.freed = [0] * len(NAMES)
-        self.most_bytes = 0
+        self.folder, self.sizes = folder, sizes
+        self.content = [b""] * len(NAMES)
         self.paused = False
+        self._rings: list[Ring] = []
 
     def advance(self, names: Sequence[str], done: Sequence[int]) -> None:
         assert list(names) == NAMES
-        for number, size in enumerate(done):
-            if self.paused:
-                continue
-            at = len(self.content[number])
-            with open(self.folder / NAMES[number], "rb") as file:
-                self.content[number] += os.pread(file.fileno(), size - at, at)
-                self.most_bytes = max(self.most_bytes, os.fstat(file.fileno()).st_blocks * 512)
+        assert sum(done)
 
-    def position(self, name: str) -> int:
-        return len(self.content[NAMES.index(name)])
+    @property
+    def rings(self) -> list[Ring]:
+        self._rings = self._rings or [Ring(str(self.folder / name)) for name in NAMES]
+        return self._rings
 
-    def free(self, name: str, size: int) -> None:
-        assert size <= self.position(name)
-        self.freed[NAMES.index(name)] = size
+    def written(self) -> list[int]:
+        return [ring.written for ring in self.rings]
+
+    def read(self) -> None:
+        for number, ring in enumerate(self.rings):
+            at, end = len(self.content[number]), ring.written
+            for offset, address, size in ring.pieces(at, end - at):
+                begin = address - ring.address
+                self.content[number] += ring.view(begin, size)
+                assert at + offset + size == len(self.content[number])
+            assert ring.has(at), "overwritten before it was read"
+            assert ring.has(max(0, at - BEHIND_BYTES)), "what a broken connection may have lost was overwritten"
+            ring.has_read(end)
+
+    async def run(self) -> None:
+        while [len(content) for content in self.content] != list(self.sizes):
+            if not self.paused:
+                self.read()
+            await asyncio.sleep(0.001)
 
 
 def hold(holder: Holder, sizes: Sequence[int]) -> tuple[list[HeldBlock], list[bytes]]:
@@ -97,73 +113,98 @@ def make(tmp_path: Path, node: GpuNode) -> Any:
     folder = tmp_path / "stripes"
     folder.mkdir()
 
-    def make(gpu: int = 0) -> Copying:
-        return Copying(node.gpus[gpu].uuid, folder, NAMES, SLOT_BYTES, tmp_path / "holder.sock", str(node.folder))
+    def make(*, whole: bool = False) -> Copying:
+        place = folder, NAMES, SLOT_BYTES, tmp_path / "holder.sock", str(node.folder)
+        return Copying(node.gpus[0].uuid, *place, whole=whole)
 
     make.folder = folder  # type: ignore[attr-defined]
     return make
 
 
+async def copied_and_read(copied: Copying, sizes: Sequence[int], sender: Sender) -> None:
+    reading = asyncio.create_task(sender.run())
+    await asyncio.wait_for(copied.begin(KEY, sizes, sender.advance), 120)
+    await asyncio.wait_for(reading, 60)
+
+
 async def test_all_memory_is_copied_in_the_layout_of_the_stripes(make: Any, holder: Holder) -> None:
     blocks, contents = hold(holder, [2 * MIB, 8 * MIB, 4 * MIB, 2 * MIB])
     sizes, copied = stripe_sizes(blocks, len(NAMES), SLOT_BYTES), make()
-    sender: Any = Sender(make.folder, sizes)
     await copied.start()
-    await asyncio.wait_for(copied.begin(KEY, sizes, lambda: sender, sender.advance), 60)
-    assert [len(content) for content in sender.content] == sizes
+    sender = Sender(make.folder, sizes)
+    await copied_and_read(copied, sizes, sender)
     assert sender.content == [expected(contents, number) for number in range(len(NAMES))]
     await copied.close()
 
 
-async def test_files_have_a_window_whatever_the_size_of_the_memory(make: Any, holder: Holder) -> None:
+async def test_files_have_one_size_whatever_the_size_of_the_memory(make: Any, holder: Holder) -> None:
     blocks, contents = hold(holder, [6 * MIB] * 12)
     sizes, copied = stripe_sizes(blocks, len(NAMES), SLOT_BYTES), make()
-    assert min(sizes) > window.COPIED_AHEAD_BYTES + window.COPIED_BEHIND_BYTES
-    sender: Any = Sender(make.folder, sizes)
+    assert min(sizes) > 1.5 * RING_BYTES
     await copied.start()
-    await asyncio.wait_for(copied.begin(KEY, sizes, lambda: sender, sender.advance), 120)
-    assert [len(content) for content in sender.content] == sizes
-    assert sender.content[1] == expected(contents, 1)
-    assert 0 < sender.most_bytes <= window.COPIED_AHEAD_BYTES + window.COPIED_BEHIND_BYTES + 2 * SLOT_BYTES
-    assert min(sender.freed) > 0
+    before = [(make.folder / name).stat().st_blocks * 512 for name in NAMES]
+    sender = Sender(make.folder, sizes)
+    await copied_and_read(copied, sizes, sender)
+    assert sender.content == [expected(contents, number) for number in range(len(NAMES))]
+    assert [(make.folder / name).stat().st_blocks * 512 for name in NAMES] == before, "allocated before the freeze"
+    assert max(before) < RING_BYTES + MIB
     await copied.close()
 
 
 async def test_copying_waits_for_the_sender(make: Any, holder: Holder) -> None:
-    blocks, _ = hold(holder, [6 * MIB] * 10)
+    blocks, contents = hold(holder, [6 * MIB] * 10)
     sizes, copied = stripe_sizes(blocks, len(NAMES), SLOT_BYTES), make()
-    sender: Any = Sender(make.folder, sizes)
-    sender.paused = True
     await copied.start()
-    task = copied.begin(KEY, sizes, lambda: sender, sender.advance)
+    sender = Sender(make.folder, sizes)
+    sender.paused = True
+    task = copied.begin(KEY, sizes, sender.advance)
+    reading = asyncio.create_task(sender.run())
     async with asyncio.timeout(60):
-        while min(copied._done) <= window.COPIED_AHEAD_BYTES - 2 * SLOT_BYTES:  # noqa: ASYNC110
+        while min(sender.written()) <= RING_BYTES - 3 * SLOT_BYTES:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert not task.done()
-    assert max(copied._done) <= window.COPIED_AHEAD_BYTES
+    assert max(sender.written()) <= RING_BYTES
     sender.paused = False
-    sender.advance(NAMES, copied._done)
-    await asyncio.wait_for(task, 60)
-    assert [len(content) for content in sender.content] == sizes
+    await asyncio.wait_for(asyncio.gather(task, reading), 60)
+    assert sender.content == [expected(contents, number) for number in range(len(NAMES))]
     await copied.close()
 
 
 async def test_killed_process_is_replaced_and_goes_on(make: Any, holder: Holder) -> None:
     blocks, contents = hold(holder, [6 * MIB] * 10)
     sizes, copied = stripe_sizes(blocks, len(NAMES), SLOT_BYTES), make()
-    sender: Any = Sender(make.folder, sizes)
-    killed: list[int] = []
+    await copied.start()
+    sender = Sender(make.folder, sizes)
+    first = copied._child.pid
+
+    async def kill() -> None:
+        while sum(map(len, sender.content)) < sum(sizes) // 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        os.kill(first, 9)
+
+    killing = asyncio.create_task(kill())
+    await copied_and_read(copied, sizes, sender)
+    await killing
+    assert copied._child.pid != first
+    assert sender.content == [expected(contents, number) for number in range(len(NAMES))]
+    await copied.close()
+
+
+async def test_killed_process_that_writes_whole_files_is_replaced_and_goes_on(make: Any, holder: Holder) -> None:
+    blocks, contents = hold(holder, [6 * MIB] * 10)
+    sizes, copied = stripe_sizes(blocks, len(NAMES), SLOT_BYTES), make(whole=True)
+    first: list[int] = []
 
     def advance(names: Sequence[str], done: Sequence[int]) -> None:
-        sender.advance(names, done)
-        if sum(done) > sum(sizes) // 2 and not killed:
-            killed.append(copied._child.pid)
-            os.kill(copied._child.pid, 9)
+        if not first:
+            first.append(copied._child.pid)
+            os.kill(first[0], 9)
 
     await copied.start()
-    await asyncio.wait_for(copied.begin(KEY, sizes, lambda: sender, advance), 120)
-    assert killed
-    assert sender.content == [expected(contents, number) for number in range(len(NAMES))]
+    await asyncio.wait_for(copied.begin(KEY, sizes, advance), 120)
+    assert copied._child.pid != first[0]
+    found = [(make.folder / name).read_bytes() for name in NAMES]
+    assert found == [expected(contents, number) for number in range(len(NAMES))]
     await copied.close()
 
 
@@ -172,7 +213,7 @@ async def test_memory_that_is_not_kept_fails(make: Any, holder: Holder, monkeypa
     monkeypatch.setattr(copying, "REPLACED", 0)
     copied = make()
     await copied.start()
-    task = copied.begin(KEY, [MIB, 0, 0], lambda: None, lambda names, done: None)
+    task = copied.begin(KEY, [MIB, 0, 0], lambda names, done: None)
     with pytest.raises(GpuFailed, match=r"0 bytes of .* were copied"):
         await asyncio.wait_for(task, 60)
     await copied.close()

@@ -1,4 +1,4 @@
-"""Memory on the GPU of a target is filled while its stripes arrive, through files with a window, and outlives the process."""
+"""Memory on the GPU of a target is filled while its stripes arrive, through rings, and outlives the process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from snapshotd.api.errors import GpuFailed, SnapshotError
-from snapshotd.holder import filling, window
+from snapshotd.holder import filling
 from snapshotd.holder.client import Holder
 from snapshotd.holder.driver import chunks
 from snapshotd.holder.filling import Filling
 from snapshotd.inprocess.holding import HeldBlock
+from snapshotd.transport.device.ring import Ring
 from tests.fakes.cuda_fake import GpuNode, gpus
 
 MIB = 1 << 20
@@ -24,9 +25,7 @@ NAMES = ["device-1-0", "device-1-1", "device-1-2"]
 KEY = "m-0123456789ab/1"
 
 
-@pytest.fixture(autouse=True)
-def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "FILLED_BEHIND_BYTES", 4 * MIB)
+RING_BYTES = 8 * MIB
 
 
 @pytest.fixture
@@ -60,28 +59,23 @@ class Stripes:
             )
             for number in range(len(NAMES))
         ]
-        self.verified = dict.fromkeys(NAMES, 0)
-        self.most_bytes = 0
-        for name in NAMES:
-            (folder / name).touch()
+        self.rings = [Ring(str(folder / name), RING_BYTES) for name in NAMES]
 
-    def arrived(self, name: str) -> int:
-        return self.verified[name]
+    def arrive(self, number: int, size: int) -> None:
+        """So many more bytes, as far as there is room."""
+        ring, content = self.rings[number], self.content[number]
+        at = ring.written
+        end = min(at + size, len(content), ring.read + ring.bytes)
+        ring.begin(end)
+        for offset, address, length in ring.pieces(at, end - at):
+            ring.view(address - ring.address, length)[:] = content[at + offset : at + offset + length]
+        ring.wrote(end)
 
-    def arrive(self, name: str, size: int) -> None:
-        """So many more bytes."""
-        at, content = self.verified[name], self.content[NAMES.index(name)]
-        with open(self.folder / name, "r+b") as file:
-            os.pwrite(file.fileno(), content[at : at + size], at)
-            self.most_bytes = max(self.most_bytes, os.fstat(file.fileno()).st_blocks * 512)
-        self.verified[name] = min(at + size, len(content))
-
-    async def arrive_all(self, filled: Filling) -> None:
+    async def arrive_all(self) -> None:
         """As fast as they are filled."""
-        while any(self.verified[name] < len(content) for name, content in zip(NAMES, self.content, strict=True)):
-            for number, name in enumerate(NAMES):
-                if self.verified[name] - filled.filled[number] < 4 * MIB:
-                    self.arrive(name, 3 * MIB + 17)
+        while any(ring.written < len(content) for ring, content in zip(self.rings, self.content, strict=True)):
+            for number in range(len(NAMES)):
+                self.arrive(number, 3 * MIB + 17)
             await asyncio.sleep(0.002)
 
 
@@ -107,17 +101,16 @@ async def test_memory_is_filled_while_it_arrives_and_outlives_the_process(
     stripes = Stripes(tmp_path / "stripes", [2 * MIB, 40 * MIB, 4 * MIB] + [2 * MIB] * 20)
     filled = make(stripes)
     await filled.start()
-    task = filled.begin(stripes.blocks, stripes.arrived)
+    task = filled.begin(stripes.blocks)
     await asyncio.wait_for(filled.allocated(), 60)
     assert [block for block, _ in kept(holder)] == stripes.blocks, "before anything has arrived"
     assert not task.done()
-    arriving = asyncio.create_task(stripes.arrive_all(filled))
+    arriving = asyncio.create_task(stripes.arrive_all())
     assert await asyncio.wait_for(task, 120) == sum(len(content) for content in stripes.contents)
     await arriving
     await filled.close()
     assert kept(holder) == list(zip(stripes.blocks, stripes.contents, strict=True))
-    assert min(len(content) for content in stripes.content) > 20 * MIB
-    assert stripes.most_bytes < 16 * MIB, "the files have a window"
+    assert min(len(content) for content in stripes.content) > 2 * RING_BYTES
 
 
 async def test_killed_process_is_replaced_and_goes_on(make: Any, holder: Holder, tmp_path: Path) -> None:
@@ -125,10 +118,10 @@ async def test_killed_process_is_replaced_and_goes_on(make: Any, holder: Holder,
     filled = make(stripes)
     await filled.start()
     first = filled._child.pid
-    task = filled.begin(stripes.blocks, stripes.arrived)
-    arriving = asyncio.create_task(stripes.arrive_all(filled))
+    task = filled.begin(stripes.blocks)
+    arriving = asyncio.create_task(stripes.arrive_all())
     async with asyncio.timeout(60):
-        while sum(filled.filled) < 20 * MIB:  # noqa: ASYNC110
+        while sum(ring.read for ring in stripes.rings) < 20 * MIB:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     os.kill(first, 9)
     await asyncio.wait_for(task, 120)
@@ -145,7 +138,7 @@ async def test_lack_of_room_on_the_gpu_is_an_error_before_anything_arrives(
     stripes = Stripes(tmp_path / "stripes", [2 * MIB])
     filled = make(stripes)
     await filled.start()
-    filled.begin([HeldBlock(1 << 32, 4096 * MIB, 0)], stripes.arrived)
+    filled.begin([HeldBlock(1 << 32, 4096 * MIB, 0)])
     with pytest.raises(GpuFailed, match="CUDA_ERROR_OUT_OF_MEMORY"):
         await asyncio.wait_for(filled.allocated(), 60)
     await filled.close()
@@ -155,7 +148,7 @@ async def test_process_without_memory_is_filled_at_once(make: Any, holder: Holde
     stripes = Stripes(tmp_path / "stripes", [])
     filled = make(stripes)
     await filled.start()
-    assert await asyncio.wait_for(filled.begin([], stripes.arrived), 60) == 0
+    assert await asyncio.wait_for(filled.begin([]), 60) == 0
     await filled.close()
 
 

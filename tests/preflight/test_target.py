@@ -202,7 +202,7 @@ def test_image_that_has_no_room_in_memory_goes_to_the_disk(disk_bytes: int, verd
     assert ("goes to the disk" in found.reason) == (verdict == Check.PASS)
 
 
-def test_memory_that_stays_on_its_gpu_needs_a_window_on_both_nodes() -> None:
+def test_memory_that_stays_on_its_gpu_needs_rings_on_both_nodes() -> None:
     """Of 100 GiB; if the source, or this node, puts it into files, it needs as much memory."""
     report, here, names = facts(), node(), {"memory", "image-room"}
     report.memory_bytes += 101 * GIB
@@ -217,7 +217,7 @@ def test_memory_that_stays_on_its_gpu_needs_a_window_on_both_nodes() -> None:
     assert refused_ones(holds=True) == set()
     assert refused_ones(holds=False) == names
     assert refused_ones(holds=True, memory_id="0123") == set()
-    here.memory_available_bytes = here.image_capacity_bytes = 6 * GIB - 200 * (1 << 20)  # the window has 896 MiB
+    here.memory_available_bytes = here.image_capacity_bytes = 6 * GIB - 600 * (1 << 20)  # the rings have 512 MiB
     assert refused_ones(holds=True) == {"memory", "image-room"}
     here.memory_available_bytes = here.image_capacity_bytes = 16 * GIB
     report.gpu.held_stripes = 0

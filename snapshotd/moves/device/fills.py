@@ -1,6 +1,6 @@
 """The memory that the target of a move creates on its GPU, fills while stripes arrive, and gives to the restored processes.
 
-So the target needs host memory for a window only, and nothing is copied to the GPU after the restore.
+So the target needs host memory for rings only, and nothing is copied to the GPU after the restore.
 
 Invariant: a process gets memory only when all its bytes have arrived, verified, and are in it. Nothing of it outlives the
 move, except in the process that got it.
@@ -79,13 +79,7 @@ class Fills:
                 error = Internal(f"filling device memory failed unexpectedly: {error!r}")
             self._incoming.fail(error)
 
-        names = self._names[pid]
-
-        def filled(sizes: Sequence[int]) -> None:
-            for name, size in zip(names, sizes, strict=True):
-                self._incoming.consumed(name, size)
-
-        task = self._tasks[pid] = one.begin(blocks, self._incoming.position, filled)
+        task = self._tasks[pid] = one.begin(blocks)
         task.add_done_callback(ended)
 
     async def give(self, processes: Mapping[int, Process], device: Sequence[OffloadedMemory], limit_s: float) -> int:

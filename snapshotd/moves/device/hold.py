@@ -1,7 +1,7 @@
 """Hands the device memory of one process over to the holder, which copies it from the GPU while it is sent.
 
 Nothing is copied while the job waits, an undo maps the memory again, and the host memory that a move needs does not depend on
-the rank's size: the stripe files are a window (snapshotd/holder/copying.py).
+the rank's size: the stripes are rings (snapshotd/transport/device/ring.py).
 
 Invariant: memory is released by its process only when the holder keeps all of it, until the move has ended.
 """
@@ -50,7 +50,7 @@ class Hold:
         *,
         whole: bool = False,
     ) -> None:
-        """`whole`: the files get all of it, not a window."""
+        """`whole`: as for Copying."""
         self._holder, self._names, self._slot_bytes = node.holder, list(names), slot_bytes
         self._move, self.key = move, key_of(move, process)
         found = holding.find(process)
@@ -97,7 +97,7 @@ class Hold:
         if channel.takes_over:
             await channel.allocate(pid, self.blocks, self.key)
             return []
-        tasks = [self._copying.begin(self.key, self.sizes, lambda: channel.outgoing, channel.advance)]
+        tasks = [self._copying.begin(self.key, self.sizes, channel.advance)]
         if channel.fills:
             telling = channel.allocate(pid, self.blocks, self.key)
             tasks.append(asyncio.create_task(telling, name=f"describe memory of {self._move}"))
@@ -105,7 +105,7 @@ class Hold:
 
     def begin_whole(self) -> asyncio.Task[None]:
         """Copies all of it into the files. The task ends when that is done."""
-        return self._copying.begin(self.key, self.sizes, lambda: None, lambda names, done: None)
+        return self._copying.begin(self.key, self.sizes, lambda names, done: None)
 
     async def close(self) -> None:
         """Stops copying; the holder still keeps the memory. Idempotent."""

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from snapshotd.api.errors import Full, RankGone, SnapshotError, Unreachable, Where, WrongState
 from snapshotd.cuda.driver import Gpus
-from snapshotd.holder import window
 from snapshotd.inprocess.devmem import Caught, TooSmall
 from snapshotd.inprocess.holding import CannotExport
 from snapshotd.moves.device import checkpoint_room, sharing, standstill, stripe_files
@@ -41,6 +40,7 @@ from snapshotd.proc import host
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import all_at_once, in_thread
 from snapshotd.runtime.faults import Point, reach
+from snapshotd.transport.device import ring
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Offload:
         await self._journal()
         await in_thread(partial(self._room.place, beside_image=False))
         await in_thread(self._room.make_folder)
-        try:  # first: the target may have reserved memory for a window only, and for an image without device memory
+        try:  # first: the target may have reserved memory for rings only, and for an image without device memory
             await self.channel.open(self.expected_bytes)
         except Full as full:
             self._target_is_full = full.message
@@ -129,8 +129,7 @@ class Offload:
             if self.into_image is not None:
                 await self._room.make_files(self._files)
             else:
-                windows = [window.source_bytes(len(one.names), one.slot_bytes) for one in self.striped]
-                await in_thread(self._room.reserve, sum(windows))
+                await in_thread(self._room.reserve, ring.memory_bytes(sum(len(one.names) for one in self.striped)))
                 offers = self.node.config.hand_over_device_memory
                 holder = await in_thread(Process.of, self.node.holder.pid) if offers else None
                 self.channel.hold(self.striped[0].slot_bytes, self._gpus[0], holder)
@@ -339,7 +338,7 @@ class Offload:
 
     @property
     def holds(self) -> bool:
-        """Whether the files are only a window, so that they cannot follow the image."""
+        """Whether the files are rings, so that they cannot follow the image."""
         return any(one.hold is not None for one in self.striped)
 
     @property

@@ -15,7 +15,6 @@ from typing import Any
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import UnknownMethod
 from snapshotd.api.errors import Internal, SnapshotError, Timeout, Unreachable
-from snapshotd.holder.window import TWINS_BYTES
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.journal import MoveLog
@@ -50,7 +49,7 @@ class SourceChannel:
         self.takes_over = False
 
     def hold(self, slot_bytes: int, gpu: str, holder: Process | None = None) -> None:
-        """Before `open`: the memory of this GPU stays there until it is sent, and the files are windows. `holder`: a target
+        """Before `open`: the memory of this GPU stays there until it is sent, and the files are rings. `holder`: a target
         of the same machine and GPU may take it over from this process instead."""
         self._held, self._holder = (slot_bytes, gpu), holder
 
@@ -101,7 +100,7 @@ class SourceChannel:
                 self.folder,
                 self.names,
                 encrypted=not opened.plain,
-                window_bytes=TWINS_BYTES if self._held[0] else 0,
+                rings=bool(self._held[0]),
             )
             self.fills = opened.fills
         except UnknownMethod:

@@ -11,7 +11,6 @@ from snapshotd import preflight
 from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import SnapshotError, Undone, Where
-from snapshotd.holder import window
 from snapshotd.keepers.hello import protocol_problem
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.closed_files import Scope
@@ -22,6 +21,7 @@ from snapshotd.proc import host
 from snapshotd.proc.credentials import Mixed
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.spans import span
+from snapshotd.transport.device import ring
 
 KEEPER_BACK_S = 5.0
 #: How long what preflight found counts for a move that begins.
@@ -131,8 +131,7 @@ async def _look(node: Node, entry: RankEntry, pids: list[int], *, moves: bool) -
         )
     if offloaded_bytes := facts.gpu.offloaded_bytes:
         await in_thread(node.store.dropped)
-        window_bytes = window.source_bytes(facts.gpu.held_stripes, facts.gpu.slot_bytes)
-        files_bytes = min(offloaded_bytes, window_bytes or offloaded_bytes)
+        files_bytes = ring.memory_bytes(facts.gpu.held_stripes) or offloaded_bytes
         room_bytes = await in_thread(node.store.room_bytes)
         if not moves and config.hold_device_memory:  # a snapshot's go to the disk then
             room_bytes = max(room_bytes, await in_thread(node.store.disk_room_bytes))

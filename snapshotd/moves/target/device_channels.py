@@ -31,10 +31,10 @@ class DeviceChannels:
         *,
         plain: bool,
         expected_bytes: int,
-        ahead_bytes: int = 0,
+        ring_bytes: int = 0,
     ) -> Incoming:
-        """Opens a channel into `folder`, that of the move. Replaces an earlier one, whose answer was lost. `ahead_bytes`: its
-        files are windows."""
+        """Opens a channel into `folder`, that of the move. Replaces an earlier one, whose answer was lost. `ring_bytes`: as
+        for Incoming."""
         if not 1 <= len(names) <= MAX_STRIPES or len(set(names)) != len(names):
             raise Usage(f"{len(names)} stripes: 1 to {MAX_STRIPES} are possible, each with its own name")
         for name in names:
@@ -52,7 +52,7 @@ class DeviceChannels:
             encrypted=not plain,
             expected_bytes=expected_bytes,
             data_addresses=self._data_addresses,
-            ahead_bytes=ahead_bytes,
+            ring_bytes=ring_bytes,
         )
         return incoming
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Full, Where, WrongState
-from snapshotd.holder import window
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.moves.device import takeover
 from snapshotd.moves.device.fills import Fills
@@ -15,6 +14,7 @@ from snapshotd.moves.target.device_channels import DeviceChannels
 from snapshotd.proc.room import mib
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport.device import ring
 
 
 async def open_channel(
@@ -33,7 +33,7 @@ async def open_channel(
         await _must_fit_twice(node, gpu, int(request.expected_bytes))
     folder, size_bytes = node.store.path(request.move), int(request.expected_bytes)
     if fills:
-        size_bytes = min(size_bytes, window.target_bytes(len(request.names), int(request.slot_bytes)))
+        size_bytes = ring.memory_bytes(len(request.names))
     await in_thread(node.store.set_aside, request.move, request.names, size_bytes)
     incoming = await channels.open(
         request.move,
@@ -42,7 +42,7 @@ async def open_channel(
         caller,
         plain=plain,
         expected_bytes=size_bytes,
-        ahead_bytes=window.FILLED_AHEAD_BYTES if fills else 0,
+        ring_bytes=ring.RING_BYTES if fills else 0,
     )
     if fills:
         await channels.fill(

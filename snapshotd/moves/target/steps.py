@@ -132,14 +132,14 @@ class TargetSteps(TargetSettling):
             await self._signatures.meet(sender, request.source_endpoint)
         await reach(Point.BEFORE_PREPARE)
         comes = preflight.arriving(facts, holds=config.hold_device_memory and not resumes)
-        window_bytes = comes.stripes_bytes if comes.windowed else 0
+        rings_bytes = comes.stripes_bytes if comes.rings else 0
         size_bytes = comes.all_bytes + facts.carried_bytes
         room = resumed.room(self.node, request.move, size_bytes) if resumes else contextlib.nullcontext()
         async with room, self._choosing:  # two moves that begin at the same time get different GPUs
             pairs = await gpus.choose(self.node, request)
             used = {use.uuid for use in facts.gpu.uses}
             if not resumes:
-                await in_thread(self.node.store.create, request.move, size_bytes, window_bytes)
+                await in_thread(self.node.store.create, request.move, size_bytes, rings_bytes)
             begin = preparing.begin_of(config, request, sender, facts.rank.user_id)
             await self._preparing.must_be_wanted(request)
             move_log = await in_thread(self.journal.begin, begin)

@@ -1,4 +1,4 @@
-"""The device-memory channel: one file per stripe, sent while it grows, by one process and one connection each.
+"""The device-memory channel: one file or ring per stripe, sent while it is written, by one process and one connection each.
 
 Reading, digesting, encrypting and sending take a core per stripe on either node, and threads of one process would contend for
 the interpreter's lock. One process per stripe scales with the cores. The daemons stay out of the data path: they open the

@@ -62,14 +62,6 @@ class Child:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._child.line, [json.dumps(message).encode()], fds)
 
-    def mention(self, message: dict[str, Any]) -> bool:
-        """For numbers that are sent again anyway. False: the child is too busy to read, and did not get it."""
-        try:
-            self.say(message)
-        except BlockingIOError:
-            return False
-        return True
-
     async def ready(self, limit_s: float | None = None) -> None:
         """Waits until the child has started. Internal if it hangs: the caller can still use the image channel."""
         limit_s = READY_S if limit_s is None else limit_s

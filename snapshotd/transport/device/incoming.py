@@ -40,7 +40,7 @@ class _Stripe:
     def __init__(self, name: str) -> None:
         self.name = name
         self.child: Child | None = None
-        self.at = self.consumed = 0
+        self.at = 0
         self.watch: asyncio.Task[int] | None = None
 
 
@@ -87,12 +87,12 @@ class Incoming:
         encrypted: bool,
         expected_bytes: int = 0,
         data_addresses: Sequence[str] = (),
-        ahead_bytes: int = 0,
+        ring_bytes: int = 0,
     ) -> Incoming:
         """Listens as MoveListener describes; starts one child per name; creates empty files.
 
         `expected_bytes`: the size of all stripes together, a hint for memory to reserve; Full if less is free.
-        `ahead_bytes`: receives so much more of a stripe than `consumed` allows; 0: all of it."""
+        `ring_bytes`: of the ring for each stripe, which another process empties; 0: files that keep all of it."""
         checked(names)
         await in_thread(_check_room, folder, expected_bytes)
         loop = asyncio.get_running_loop()
@@ -103,8 +103,8 @@ class Incoming:
             for stripe in incoming._stripes:
                 settings = {
                     "path": str(folder / stripe.name),
-                    "expected_bytes": 0 if ahead_bytes else expected_bytes // len(names),
-                    "ahead_bytes": ahead_bytes,
+                    "expected_bytes": expected_bytes // len(names),
+                    "ring_bytes": ring_bytes,
                 }
                 stripe.child = await Child.start(_RECEIVE, settings)
             for stripe in incoming._stripes:
@@ -123,17 +123,6 @@ class Incoming:
     def received_bytes(self) -> int:
         """Bytes that are verified and stored."""
         return sum(stripe.at for stripe in self._stripes)
-
-    def position(self, name: str) -> int:
-        """Bytes of a stripe that are verified and stored, as far as is known."""
-        return next(stripe.at for stripe in self._stripes if stripe.name == name)
-
-    def consumed(self, name: str, size: int) -> None:
-        """The first `size` bytes of the file are not needed any more: see `ahead_bytes`. To be called again and again: a
-        process that is too busy does not learn of it each time."""
-        stripe = next(stripe for stripe in self._stripes if stripe.name == name)
-        if stripe.child is not None and size > stripe.consumed and stripe.child.mention({"consumed": size}):
-            stripe.consumed = size
 
     async def wait(self, timeout_s: float) -> Mapping[str, int]:
         """The final sizes. Raises Unreachable (a connection broke and was not replaced in LOST_S), Damaged, Full, Timeout."""

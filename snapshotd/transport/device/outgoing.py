@@ -109,18 +109,18 @@ class Outgoing:
         names: Sequence[str],
         *,
         encrypted: bool,
-        window_bytes: int = 0,
+        rings: bool = False,
     ) -> Outgoing:
         """Starts a child per name and connects it to the target `node`. The files need not exist yet. Unreachable, Denied.
 
-        `window_bytes`: how far back the target's files reach at least; 0: all of them stays."""
+        `rings`: the files are rings (ring.py), here and on the target."""
         if len(key) != KEY_BYTES:  # anybody holds an empty key
             raise Internal(f"node {node} sent a key of {len(key)} bytes for its device-memory channel, not {KEY_BYTES}")
         context = await in_thread(handshake.tls_context, credentials, server_side=False)
         outgoing = cls(routes, key, node, credentials, context, names, encrypted=encrypted)
         try:
             for stripe in outgoing._stripes.values():
-                settings = {"path": str(folder / stripe.name), "window_bytes": window_bytes}
+                settings = {"path": str(folder / stripe.name), "ring": rings}
                 stripe.child = await Child.start(_SEND, settings, [stripe.grown])
             for stripe in outgoing._stripes.values():
                 task = asyncio.create_task(outgoing._carry(stripe), name=f"stripe {stripe.name}")
@@ -141,23 +141,14 @@ class Outgoing:
         return sum(stripe.at for stripe in self._stripes.values())
 
     def advance(self, name: str, size: int) -> None:
-        """The first `size` bytes of the file may be sent now. Cheap; a smaller number than before changes nothing."""
+        """The first `size` bytes of the file may be sent now. Cheap; a smaller number than before changes nothing. A ring
+        says itself how much it has, once anything was announced."""
         stripe = self._stripes[name]
         if size <= stripe.size or stripe.finished or stripe.grown < 0:
             return
         self._began_s = self._began_s or monotonic()
         os.eventfd_write(stripe.grown, size - stripe.size)
         stripe.size = size
-
-    def position(self, name: str) -> int:
-        """How much of a stripe was sent, as far as is known."""
-        return self._stripes[name].at
-
-    def free(self, name: str, size: int) -> None:
-        """The first `size` bytes of the file will be removed. Announced first: a new connection must not begin there."""
-        child = self._stripes[name].child
-        if child is not None:
-            child.say({"freed": size})
 
     def finish(self, sizes: Mapping[str, int]) -> None:
         """Sets the final sizes of all stripes. Idempotent."""

@@ -134,16 +134,19 @@ def parse_error(value: int, text: bytes) -> StripeError:
 
 
 class Buffer:
-    """Memory for a record's payload; the C library compares it. Most records are far smaller than the largest."""
+    """Memory for a record's payload. Most records are far smaller than the largest."""
 
     def __init__(self) -> None:
-        self._memory = memory(MAX_RECORD_BYTES)
-        self.payload = memoryview(self._memory)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.payload = memoryview(memory(MAX_RECORD_BYTES))
 
-    def equals(self, other: Buffer, length: int) -> bool:
-        """Stops at the first difference."""
-        return int(_memcmp(self._address, other._address, length)) == 0
+
+def equal(one: memoryview, other: memoryview) -> bool:
+    """Whether two parts of writable memory have the same bytes. Stops at the first difference, unlike `==`, which unpacks."""
+    return len(one) == len(other) and not _memcmp(_address(one), _address(other), len(one))
+
+
+def _address(part: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(part))
 
 
 _memcmp = ctypes.CDLL(None).memcmp

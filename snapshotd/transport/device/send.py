@@ -1,7 +1,8 @@
 """The process that sends one stripe while it grows: `python -m snapshotd.transport.device.send`.
 
 The daemon reports how far the file has grown (through an eventfd, so that reporting never blocks), and passes a connection,
-and another one when that breaks. The receiver tells where to continue. One thread, which sleeps in poll.
+and another one when that breaks. A ring says itself how much it has, once anything was reported. The receiver tells where to
+continue. One thread, which sleeps in poll.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from snapshotd.transport.device.records import (
     Record,
     StripeError,
     digest_of,
+    equal,
 )
+from snapshotd.transport.device.sources import GrowingFile, SentRing, Source
 from snapshotd.transport.sealed import Connection
 from snapshotd.transport.sockets import CONNECT_S
 
 #: How many records are remembered to find repetitions: all of a stripe of 32 GiB.
 _MAX_TWINS = 1 << 15
 _PROGRESS_BYTES = 32 << 20
+#: How often to look whether a ring has more, where it had nothing.
+_LOOK_MS = 1
 
 
 class Sender:
-    def __init__(self, control: Control, path: str, grown: int, window_bytes: int = 0) -> None:
-        """`window_bytes`: how far back the target's file reaches at least; 0: all of it stays."""
-        self._control, self._path, self._grown, self._window_bytes = control, path, grown, window_bytes
-        self._file = -1
-        self._available = 0
+    def __init__(self, control: Control, path: str, grown: int, source: Source) -> None:
+        self._control, self._path, self._grown, self._source = control, path, grown, source
+        self._announced = 0
         self._final: int | None = None
         self._offset = self._furthest = self._reported = 0
-        self._freed = 0  # bytes at the beginning of the file that are not there any more
         self._end_sent = False  # over this connection
         self._ways = {Kind.DATA: 0, Kind.ZERO: 0, Kind.SAME: 0}
         self._twins: dict[bytes, int] = {}  # digest of a full record -> its offset
@@ -51,7 +53,7 @@ class Sender:
         """Until the receiver has everything, or a final error."""
         while True:
             while not self._connections:
-                self._listen(None, wait=True)
+                self._listen(None, None)
             try:
                 with self._connections.pop() as connection:
                     self._talk(connection)
@@ -68,7 +70,7 @@ class Sender:
         connection.settimeout(CONNECT_S)
         kind, have = read_reply(connection)
         connection.settimeout(None)
-        self._must_have(have)
+        self._source.must_have(have)
         if kind is not Kind.HAVE or have > self._furthest:
             raise StripeError("damaged", f"the target has {have} bytes of a stripe of which {self._furthest} were sent")
         self._offset, self._end_sent = have, False
@@ -84,7 +86,7 @@ class Sender:
                 ):  # more may come only once it is known how much was sent
                     self._reported = self._offset
                     self._control.say(**self._progress())
-                if self._listen(connection, wait=not (length or end)):
+                if self._listen(connection, 0 if length or end else self._patience_ms()):
                     return
                 if length:
                     self._send_record(connection, length)
@@ -94,30 +96,28 @@ class Sender:
         finally:
             self._poll.unregister(connection)
 
-    def _must_have(self, offset: int) -> None:
-        """Fails unless the file has what follows `offset`. What is removed was announced before."""
-        while dict(self._poll.poll(0)).keys() & {self._control.fileno()}:
-            self._dispatch(*self._control.hear())
-        if offset < self._freed:
-            raise StripeError(
-                "internal", f"the target has {offset} bytes of a stripe, of which the first {self._freed} are gone here"
-            )
-
     def _due_bytes(self) -> int:
-        """Length of the next record; 0 if the file has not grown enough, or there is none any more."""
-        length = min(self._available - self._offset, RECORD_BYTES)
-        return length if length == RECORD_BYTES or self._final is not None else 0
+        """Length of the next record; 0 if there is not enough for one yet, or there is none any more."""
+        available = self._source.available(self._announced)
+        if self._final is not None:
+            return min(self._final - self._offset, available - self._offset, RECORD_BYTES)
+        return RECORD_BYTES if available - self._offset >= RECORD_BYTES else 0
+
+    def _patience_ms(self) -> int | None:
+        """How long to wait for a message. A ring has more without one, once it is there."""
+        waits_for_ring = self._source.window_bytes and self._announced and self._offset != self._final
+        return _LOOK_MS if waits_for_ring else None
 
     # ------------------------------------------------------------ messages
 
-    def _listen(self, connection: Connection | None, *, wait: bool) -> bool:
-        """Handles messages of the daemon and the receiver. True when the receiver has everything."""
-        for fd, _ in self._poll.poll(None if wait else 0):
+    def _listen(self, connection: Connection | None, wait_ms: int | None) -> bool:
+        """Handles messages of the daemon and the receiver. True when the receiver has everything. None: waits for one."""
+        for fd, _ in self._poll.poll(wait_ms):
             if fd == self._control.fileno():
                 self._dispatch(*self._control.hear())
             elif fd == self._grown:
                 grown_bytes = os.eventfd_read(self._grown)
-                self._available += grown_bytes if self._final is None else 0
+                self._announced += grown_bytes if self._final is None else 0
             elif connection is not None:
                 kind, value = read_reply(connection)
                 if kind is not Kind.DONE or not self._end_sent or value != self._final:
@@ -128,14 +128,13 @@ class Sender:
     def _dispatch(self, message: dict[str, Any], fds: list[int]) -> None:
         for fd in fds:
             self._connections = [taken_over(fd, message)]
-        self._freed = max(self._freed, int(message.get("freed", 0)))
         if "final" in message:
             final = int(message["final"])
             if not self._furthest <= final <= MAX_STRIPE_BYTES:
                 raise StripeError(
                     "damaged", f"{self._path} should end at {final}, but {self._furthest} bytes of it were sent"
                 )
-            self._final = self._available = final
+            self._final = self._announced = final
 
     def _progress(self) -> dict[str, int]:
         ways = self._ways
@@ -144,56 +143,47 @@ class Sender:
     # ------------------------------------------------------------ records
 
     def _send_record(self, connection: Connection, length: int) -> None:
-        record = self._record(length)
-        self._must_have(self._offset)  # after reading it: what was read is there unless its removal was announced
+        record, data = self._record(length)
         self._furthest = max(
             self._furthest, self._offset + length
         )  # before sending: it may arrive although the call fails
         if record.kind is Kind.DATA:
-            # From the buffer, also without encryption: sendfile costs the receiver as much as it saves here, and the
-            # bytes that are sent must be those that were digested.
-            connection.send(record.header(), self._buffer.payload[:length])
+            # From memory, also without encryption: sendfile costs the receiver as much as it saves here, and the bytes
+            # that are sent must be those that were digested.
+            connection.send(record.header(), data)
         else:
             connection.send(record.header())
+        self._source.must_have(self._offset)  # else the target has something else, and this is a defect
         self._offset += length
+        self._source.sent(self._offset)
         self._ways[record.kind] += length
         if self._offset - self._reported >= _PROGRESS_BYTES or self._offset < self._reported:
             self._reported = self._offset
             self._control.mention(**self._progress())
 
-    def _record(self, length: int) -> Record:
-        """The next record; its bytes are in the buffer."""
-        self._read(self._buffer, self._offset, length)
-        digest = digest_of(self._buffer.payload[:length])
-        if self._buffer.equals(self._zeros, length):
-            return Record(Kind.ZERO, length, self._offset, 0, digest)
+    def _record(self, length: int) -> tuple[Record, memoryview]:
+        """The next record, and its bytes."""
+        data = self._source.read(self._buffer, self._offset, length)
+        digest = digest_of(data)
+        if equal(data, self._zeros.payload[:length]):
+            return Record(Kind.ZERO, length, self._offset, 0, digest), data
         if length != RECORD_BYTES:
-            return Record(Kind.DATA, length, self._offset, 0, digest)
-        twin = self._twins.get(digest)
-        if twin is not None and self._window_bytes and self._offset - twin > self._window_bytes:
+            return Record(Kind.DATA, length, self._offset, 0, digest), data
+        twin, window_bytes = self._twins.get(digest), self._source.window_bytes
+        if twin is not None and window_bytes and self._offset - twin > window_bytes:
             self._twins[digest] = self._offset  # the target may have removed the other one
-        elif twin is not None:
-            self._read(self._other, twin, length)  # equal digests prove nothing
-            if self._buffer.equals(self._other, length):
-                return Record(Kind.SAME, length, self._offset, twin, digest)
+        elif twin is not None:  # equal digests prove nothing
+            if equal(data, self._source.read(self._other, twin, length)):
+                return Record(Kind.SAME, length, self._offset, twin, digest), data
         elif len(self._twins) < _MAX_TWINS:
             self._twins[digest] = self._offset
-        return Record(Kind.DATA, length, self._offset, 0, digest)
-
-    def _read(self, buffer: Buffer, offset: int, length: int) -> None:
-        try:
-            if self._file < 0:
-                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            count = os.preadv(self._file, [buffer.payload[:length]], offset)
-        except OSError as error:
-            raise StripeError("internal", f"reading {self._path}: {error.strerror}") from error
-        if count != length:
-            raise StripeError("damaged", f"{self._path} has less than the {offset + length} bytes that were announced")
+        return Record(Kind.DATA, length, self._offset, 0, digest), data
 
 
 def send(control: Control, settings: dict[str, Any], fds: list[int]) -> None:
     restrict(settings["path"])
-    sender = Sender(control, settings["path"], fds[0], int(settings.get("window_bytes", 0)))
+    path = settings["path"]
+    sender = Sender(control, path, fds[0], SentRing(path) if settings["ring"] else GrowingFile(path))
     control.say(ready=True)
     sender.run()
 

@@ -40,7 +40,7 @@ class Receiving:
     closed: bool = False  # being sealed or dropped: no writer may begin
     beside: tuple[str, ...] = ()  # files of the move that the device-memory channel writes
     beside_bytes: int = 0  # … and the memory reserved for them
-    window_bytes: int = 0  # of `capacity_bytes`: all that was reserved for them, if that is a window of them
+    rings_bytes: int = 0  # of `capacity_bytes`: all that was reserved for them, if they are rings
     refused: str = ""  # why nothing more is written
     covered: Covered = field(default_factory=Covered)
 

@@ -209,11 +209,11 @@ class SpillingStore(ImageStore):
     def _at(self, move: str) -> ImageStore | None:
         return self.disk if self.on_disk(move) else None
 
-    def create(self, move: str, capacity_bytes: int, window_bytes: int = 0) -> None:
+    def create(self, move: str, capacity_bytes: int, rings_bytes: int = 0) -> None:
         if (disk := self._at(move)) is not None:
-            disk.create(move, capacity_bytes, window_bytes)
+            disk.create(move, capacity_bytes, rings_bytes)
         else:
-            super().create(move, capacity_bytes, window_bytes)
+            super().create(move, capacity_bytes, rings_bytes)
 
     def write(self, move: str, frame: Frame) -> bool:
         disk = self._at(move)

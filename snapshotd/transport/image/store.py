@@ -77,9 +77,9 @@ class ImageStore:
             except FileNotFoundError:
                 continue
 
-    def create(self, move: str, capacity_bytes: int, window_bytes: int = 0) -> None:
+    def create(self, move: str, capacity_bytes: int, rings_bytes: int = 0) -> None:
         """Reserves memory for a move, Full if none is free. Idempotent. Removes partial images of before a restart.
-        `window_bytes`: part of it, for files that the device-memory channel empties while it writes them."""
+        `rings_bytes`: part of it, for files that the device-memory channel empties while it writes them."""
         directory = self._directory(move)
         self.dropped()
         with self._creating, self._room.turn() if self._room is not None else nullcontext():
@@ -100,7 +100,7 @@ class ImageStore:
             except OSError as error:
                 raise translated(error, f"creating {directory}") from error
             with self._lock:
-                self._receiving[move] = Receiving(directory, capacity_bytes, window_bytes=window_bytes)
+                self._receiving[move] = Receiving(directory, capacity_bytes, rings_bytes=rings_bytes)
 
     def write(self, move: str, frame: Frame) -> bool:
         """Writes one chunk; False, with nothing written, if it arrived damaged and must be sent again.
@@ -290,19 +290,19 @@ class ImageStore:
 
     def set_aside(self, move: str, names: Sequence[str], size_bytes: int) -> None:
         """Sets aside part of the move's memory for these files, which the device-memory channel writes. What they use does
-        not count as reserved any more. The last call wins. Reserves more where `create` has reserved only a window of them:
+        not count as reserved any more. The last call wins. Reserves more where `create` has reserved only their rings:
         Full if none is free."""
         with self._lock:
             receiving = self._receiving.get(move)
         if receiving is None:
             raise _unknown(move)
         with self._room.turn() if self._room is not None else nullcontext():  # a writer asks for room with its own lock
-            more_bytes = size_bytes - receiving.window_bytes if receiving.window_bytes else 0
+            more_bytes = size_bytes - receiving.rings_bytes if receiving.rings_bytes else 0
             if more_bytes > 0:
                 if (room_bytes := self.room_bytes()) < more_bytes:
                     raise Full(f"{move} needs {mib(more_bytes)} more for its device memory, {mib(room_bytes)} are free")
                 receiving.capacity_bytes += more_bytes
-                receiving.window_bytes = size_bytes
+                receiving.rings_bytes = size_bytes
         with receiving.changed:
             receiving.beside, receiving.beside_bytes = tuple(names), size_bytes
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import ssl
 import struct
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from migrator import pki
 from snapshotd.api.credentials import Credentials
 from snapshotd.transport import handshake
+from snapshotd.transport.device.child import Child
 from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.device.records import HEADER_BYTES, RECORD_BYTES
@@ -49,6 +51,16 @@ def children_of(parent: int) -> list[int]:
             if int(stat[1]) == parent and b"snapshotd.transport.device" in (path / "cmdline").read_bytes():
                 found.append(int(path.name))
     return found
+
+
+@contextmanager
+def given_to(child: Child) -> Iterator[socket.socket]:
+    """The peer of a plain connection that the child receives."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            child.say({}, [theirs.fileno()])
+        yield ours
 
 
 def credentials_of(authority: Path, node: str) -> Credentials:
@@ -94,7 +106,7 @@ class Nodes:
         *,
         expected_bytes: int = 0,
         data_addresses: Sequence[str] = (),
-        ahead_bytes: int = 0,
+        ring_bytes: int = 0,
     ) -> AsyncIterator[Incoming]:
         opened = await Incoming.open(
             self.there,
@@ -105,7 +117,7 @@ class Nodes:
             encrypted=self.encrypted,
             expected_bytes=expected_bytes,
             data_addresses=data_addresses,
-            ahead_bytes=ahead_bytes,
+            ring_bytes=ring_bytes,
         )
         try:
             yield opened
@@ -114,10 +126,12 @@ class Nodes:
 
     @asynccontextmanager
     async def outgoing(
-        self, port: int, key: bytes, names: Sequence[str], routes: Sequence[Route] = ()
+        self, port: int, key: bytes, names: Sequence[str], routes: Sequence[Route] = (), *, rings: bool = False
     ) -> AsyncIterator[Outgoing]:
         routes = routes or [Route("127.0.0.1", port)]
-        opened = await Outgoing.open(routes, key, TARGET, self.source, self.here, names, encrypted=self.encrypted)
+        opened = await Outgoing.open(
+            routes, key, TARGET, self.source, self.here, names, encrypted=self.encrypted, rings=rings
+        )
         try:
             yield opened
         finally:
@@ -125,12 +139,18 @@ class Nodes:
 
     @asynccontextmanager
     async def both(
-        self, names: Sequence[str], alter: Alter | None = None, alter_back: Alter | None = None
+        self,
+        names: Sequence[str],
+        alter: Alter | None = None,
+        alter_back: Alter | None = None,
+        *,
+        ring_bytes: int = 0,
     ) -> AsyncIterator[tuple[Incoming, Outgoing, Proxy]]:
+        """`ring_bytes`: of the target's rings; the source has some too."""
         async with (
-            self.incoming(names) as incoming,
+            self.incoming(names, ring_bytes=ring_bytes) as incoming,
             Proxy(incoming.port, alter, alter_back) as proxy,
-            self.outgoing(proxy.port, incoming.key, names) as outgoing,
+            self.outgoing(proxy.port, incoming.key, names, rings=ring_bytes > 0) as outgoing,
         ):
             yield incoming, outgoing, proxy
 

@@ -21,10 +21,8 @@ from snapshotd.api.errors import Damaged, Full, Internal, SnapshotError, Unreach
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.device.child import Child
 from snapshotd.transport.device.connection import read_reply
-from snapshotd.transport.device.control_socket import Control
 from snapshotd.transport.device.outgoing import Outgoing
-from snapshotd.transport.device.records import HEADER_BYTES, REPLY_BYTES, Buffer, Kind, Record, StripeError, reply
-from snapshotd.transport.device.send import Sender
+from snapshotd.transport.device.records import HEADER_BYTES, REPLY_BYTES, Kind, Record, reply
 from snapshotd.transport.routes import Route, routes_to
 from snapshotd.transport.sealed import TAG_BYTES, Connection
 from tests.transport.device.channel import (
@@ -37,6 +35,7 @@ from tests.transport.device.channel import (
     children_of,
     flip,
     flipped,
+    given_to,
     noise,
     until,
 )
@@ -76,16 +75,6 @@ def children_named(program: str) -> list[int]:
 def one_child(program: str) -> int:
     (found,) = children_named(program)
     return found
-
-
-@contextmanager
-def given_to(child: Child) -> Iterator[socket.socket]:
-    """The peer of a plain connection that the child receives."""
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            child.say({}, [theirs.fileno()])
-        yield ours
 
 
 @contextmanager
@@ -204,7 +193,7 @@ async def test_sender_that_missed_the_confirmation_gets_it_again(nodes: Nodes) -
 
 
 async def test_stripe_is_done_only_after_the_sender_was_told(tmp_path: Path, nothing_left: None) -> None:
-    settings = {"expected_bytes": 0, "path": str(tmp_path / "a")}
+    settings = {"expected_bytes": 0, "ring_bytes": 0, "path": str(tmp_path / "a")}
     child = await Child.start("snapshotd.transport.device.receive", settings)
     end = Record(Kind.END, 0, 0).header()
     try:
@@ -223,60 +212,6 @@ async def test_stripe_is_done_only_after_the_sender_was_told(tmp_path: Path, not
             assert sender.recv(1000, socket.MSG_DONTWAIT) == reply(Kind.DONE, 0)
     finally:
         await child.close()
-
-
-async def test_bytes_that_were_removed_are_not_sent_as_zeros(tmp_path: Path) -> None:
-    """A file with a window: the target has lost more than the window has. Several messages wait, and the last one counts."""
-    (tmp_path / "a").write_bytes(CONTENT)
-    grown = os.eventfd(0)
-    child = await Child.start("snapshotd.transport.device.send", {"path": str(tmp_path / "a")}, [grown])
-    try:
-        assert await child.hear() == {"ready": True}
-        with given_to(child) as receiver:
-            receiver.sendall(reply(Kind.HAVE, 0))
-            assert await child.hear() == {"connected": 0}
-            os.eventfd_write(grown, 4 * MIB)
-            received = 0
-            while received < 4 * MIB:
-                received += len(await in_thread(receiver.recv, MIB))
-            assert (await child.hear())["at"] == 4 * MIB
-        assert "lost" in await child.hear()
-        with given_to(child) as receiver:
-            for size in (0, 0, 2 * MIB):
-                child.say({"freed": size})
-            receiver.sendall(reply(Kind.HAVE, MIB))
-            with pytest.raises(Internal, match="has 1048576 bytes of a stripe, of which the first 2097152 are gone"):
-                await child.hear()
-            assert receiver.recv(1000, socket.MSG_DONTWAIT) == b""
-    finally:
-        await child.close()
-        os.close(grown)
-
-
-def test_bytes_that_are_removed_while_they_are_read_are_not_sent(tmp_path: Path) -> None:
-    """Their removal was announced before, so the message is there when they have been read."""
-    path = tmp_path / "a"
-    path.write_bytes(CONTENT)
-    ours, daemon = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    grown = os.eventfd(0)
-
-    class Interrupted(Sender):
-        def _read(self, buffer: Buffer, offset: int, length: int) -> None:
-            daemon.send(b'{"freed": 1048576}')
-            path.write_bytes(bytes(len(CONTENT)))
-            super()._read(buffer, offset, length)
-
-    control = Control.__new__(Control)
-    control._line = ours
-    connection, receiver = socket.socketpair()
-    with ours, daemon, connection, receiver:
-        sender = Interrupted(control, str(path), grown)
-        with pytest.raises(StripeError, match="of which the first 1048576 are gone"):
-            sender._send_record(Connection(connection), MIB)
-        with pytest.raises(BlockingIOError):
-            receiver.recv(1, socket.MSG_DONTWAIT)
-    os.close(grown)
-    os.close(sender._file)
 
 
 async def test_new_connection_replaces_one_that_hangs(nodes: Nodes) -> None:

@@ -19,7 +19,7 @@ def fields_of(pid: int) -> dict[str, list[str]]:
 @pytest.mark.parametrize("module", ["receive", "send"])
 async def test_stripe_process_is_in_its_sandbox_before_it_is_ready(module: str, tmp_path: Path) -> None:
     grown = os.eventfd(0)
-    settings = {"expected_bytes": 0, "path": str(tmp_path / "a")}
+    settings = {"expected_bytes": 0, "ring_bytes": 0, "ring": False, "path": str(tmp_path / "a")}
     child = await Child.start(f"snapshotd.transport.device.{module}", settings, [grown])
     try:
         await child.ready()

@@ -360,7 +360,7 @@ def test_memory_for_whole_device_files_is_reserved_where_only_a_window_was(
     store: ImageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "_free_bytes", lambda: 100 << 20)
-    store.create(MOVE, 30 << 20, window_bytes=10 << 20)
+    store.create(MOVE, 30 << 20, rings_bytes=10 << 20)
     store.set_aside(MOVE, ["device-1-0"], 10 << 20)
     assert store.room_bytes() == 70 << 20
     with pytest.raises(Full, match="80 MiB more for its device memory, 70 MiB are free"):
