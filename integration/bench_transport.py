@@ -1,9 +1,9 @@
 """Measures the transport alone, against a raw socket.
 
-Images come from a FIFO on the source, and device memory from stripes in the source's tmpfs. Both become verified files
-in the target's memory. Images are sent in two ways: over bulk connections beside gRPC, which moves use, and over gRPC
-with TLS, the fallback. Device memory is sent in stripes, encrypted and plain; its memory on the target is reserved
-beforehand, as it is before a freeze.
+Images come from a FIFO on the source, and become verified files in the target's memory. They are sent in two ways: over
+bulk connections beside gRPC, which moves use, and over gRPC with TLS, the fallback. Device memory goes from ring to ring in
+stripes, encrypted and plain. In place of the processes that use a GPU, threads say that a ring has been filled or emptied:
+copies that the GPU makes take no processor time. What is in the ring is sent, again in each lap.
 
 Sender, receiver and the writers in place of CRIU are separate processes on this machine. They communicate over loopback
 with mutual TLS. The receiver is also its own network process. One FIFO is what a rank of one process has; four show what
@@ -33,10 +33,12 @@ from migrator import pki
 from snapshotd.api.channel import GrpcChannel, open_channel
 from snapshotd.api.credentials import Credentials
 from snapshotd.api.methods import PUSH
+from snapshotd.inprocess.devmem import SLOT_BYTES
 from snapshotd.network.dispatch import Services
 from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.device.records import RECORD_BYTES
+from snapshotd.transport.device.ring import BEHIND_BYTES, RING_BYTES, Ring
 from snapshotd.transport.image.bulk_receiver import BulkReceivers
 from snapshotd.transport.image.bulk_sender import open_streams
 from snapshotd.transport.image.fifo import make_fifo, readable
@@ -240,34 +242,63 @@ async def _stripes(folder: Path, total_bytes: int, stripes: int, *, encrypted: b
     there.mkdir()
     size = total_bytes // stripes
     names = [f"device-1-{number}" for number in range(stripes)]
-    for name in names:
-        _write_stripe(here / name, size)
+    filled = [_filled_ring(here / name) for name in names]
     source, target = _certificates(folder)
     before_s = _cpu_s()
     incoming = await Incoming.open(
-        there, names, ["127.0.0.1"], "node-1", target, encrypted=encrypted, expected_bytes=total_bytes
+        there, names, ["127.0.0.1"], "node-1", target, encrypted=encrypted, ring_bytes=RING_BYTES
     )
     outgoing = await Outgoing.open(
-        [Route("127.0.0.1", incoming.port)], incoming.key, "node-2", source, here, names, encrypted=encrypted
+        [Route("127.0.0.1", incoming.port)],
+        incoming.key,
+        "node-2",
+        source,
+        here,
+        names,
+        encrypted=encrypted,
+        rings=True,
     )
-    while any((there / name).stat().st_blocks * 512 < size for name in names):  # noqa: ASYNC110 - no event to wait for
-        await asyncio.sleep(0.01)
+    emptied = [Ring(str(there / name)) for name in names]
     begun = time.perf_counter()
+    gpus = [asyncio.create_task(asyncio.to_thread(_fill, ring, size)) for ring in filled]
+    gpus += [asyncio.create_task(asyncio.to_thread(_empty, ring, size)) for ring in emptied]
+    for name in names:
+        outgoing.advance(name, 1)
+    await asyncio.gather(*gpus[:stripes])
     outgoing.finish(dict.fromkeys(names, size))
     totals = await outgoing.wait()
     seconds = time.perf_counter() - begun
+    await asyncio.gather(*gpus)
     assert totals.sent == total_bytes
     await outgoing.close()
     await incoming.close()
     return seconds, _cpu_s() - before_s
 
 
-def _write_stripe(path: Path, size: int) -> None:
-    """Writes a stripe without repeated records, so all of it has to be sent."""
+def _filled_ring(path: Path) -> Ring:
+    """Its content does not repeat within the window in which a repetition is noticed."""
+    ring = Ring(str(path), RING_BYTES)
     block = os.urandom(RECORD_BYTES - 8)
-    with path.open("wb", buffering=0) as file:
-        for number in range(size // RECORD_BYTES):
-            file.write(number.to_bytes(8, "big") + block)
+    for number in range(ring.bytes // RECORD_BYTES):
+        ring.view(number * RECORD_BYTES, RECORD_BYTES)[:] = number.to_bytes(8, "big") + block
+    return ring
+
+
+def _fill(ring: Ring, total_bytes: int) -> None:
+    for end in _chunk_ends(total_bytes):
+        ring.begin(end, BEHIND_BYTES)
+        ring.wrote(end)
+
+
+def _empty(ring: Ring, total_bytes: int) -> None:
+    for end in _chunk_ends(total_bytes):
+        ring.await_written(end)
+        ring.has_read(end)
+
+
+def _chunk_ends(total_bytes: int) -> Iterator[int]:
+    for begin in range(0, total_bytes, SLOT_BYTES):
+        yield min(begin + SLOT_BYTES, total_bytes)
 
 
 def main(arguments: list[str]) -> None:

@@ -22,6 +22,7 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.record_parts import OffloadedMemory
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.spans import span
 from snapshotd.transport.device.incoming import Incoming
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,14 @@ log = logging.getLogger(__name__)
 def _pid_of(name: str) -> int:
     """The process whose stripe it is: device-PID-NUMBER."""
     return int(name.split("-")[1])
+
+
+async def _filled(one: Filling, blocks: Sequence[HeldBlock]) -> int:
+    """Its process ends as soon as the memory is filled, while the rank is restored: until then it has the memory mapped, and
+    to end it takes the driver a while."""
+    size = await one.begin(blocks)
+    await one.close()
+    return size
 
 
 class Fills:
@@ -79,7 +88,7 @@ class Fills:
                 error = Internal(f"filling device memory failed unexpectedly: {error!r}")
             self._incoming.fail(error)
 
-        task = self._tasks[pid] = one.begin(blocks)
+        task = self._tasks[pid] = asyncio.create_task(_filled(one, blocks), name=f"memory of {self._key(pid)}")
         task.add_done_callback(ended)
 
     async def give(self, processes: Mapping[int, Process], device: Sequence[OffloadedMemory], limit_s: float) -> int:
@@ -98,18 +107,19 @@ class Fills:
                     total += await asyncio.shield(task)
             except TimeoutError as error:
                 raise GpuFailed(f"process {one.pid} was not filled in {limit_s:.0f} s") from error
-            await self._fillings[one.pid].close()  # it has the memory mapped as well
             await in_thread(self._give, processes[one.pid], one, limit_s)
         return total
 
     def _give(self, process: Process, one: OffloadedMemory, limit_s: float) -> None:
         key, stripes = self._key(one.pid), len(one.stripes)
         try:
-            size = hold.give(self._holder, key, process, stripes, one.slot_bytes, limit_s)
+            with span("give memory"):
+                size = hold.give(self._holder, key, process, stripes, one.slot_bytes, limit_s)
         except Lost as lost:
             raise GpuFailed(str(lost), where=Where.SOURCE_FROZEN) from lost
         log.info("process %d got %d bytes of device memory that were filled while they arrived", process.pid, size)
-        hold.own(process, stripes, one.slot_bytes, limit_s)
+        with span("make memory its own"):
+            hold.own(process, stripes, one.slot_bytes, limit_s)
 
     async def close(self) -> None:
         """Releases what no process got. Idempotent. Never fails: what is left is released when the move ends here."""

@@ -22,8 +22,8 @@ import xxhash
 
 from snapshotd.transport.sealed import memory
 
-#: A megabyte fits the core's cache, where it is digested and encrypted, or checked and written.
-RECORD_BYTES = 1 << 20
+#: So much fits the cache of a core, where it is digested and encrypted, or decrypted and stored.
+RECORD_BYTES = 512 << 10
 MAX_RECORD_BYTES = 8 << 20
 MAX_STRIPE_BYTES = 1 << 40
 DIGEST_BYTES = 16

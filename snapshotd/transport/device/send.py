@@ -21,6 +21,7 @@ from snapshotd.transport.device.records import (
     Record,
     StripeError,
     digest_of,
+    digest_of_zeros,
     equal,
 )
 from snapshotd.transport.device.sources import GrowingFile, SentRing, Source
@@ -28,8 +29,10 @@ from snapshotd.transport.sealed import Connection
 from snapshotd.transport.sockets import CONNECT_S
 
 #: How many records are remembered to find repetitions: all of a stripe of 32 GiB.
-_MAX_TWINS = 1 << 15
+_MAX_TWINS = 1 << 16
 _PROGRESS_BYTES = 32 << 20
+#: How many records are sent between two looks for messages. An error of the receiver ends the connection at once.
+_LISTEN_RECORDS = 16
 #: How often to look whether a ring has more, where it had nothing.
 _LOOK_MS = 1
 
@@ -41,6 +44,7 @@ class Sender:
         self._final: int | None = None
         self._offset = self._furthest = self._reported = 0
         self._end_sent = False  # over this connection
+        self._unheard = 0  # records that were sent since the last look for messages
         self._ways = {Kind.DATA: 0, Kind.ZERO: 0, Kind.SAME: 0}
         self._twins: dict[bytes, int] = {}  # digest of a full record -> its offset
         self._buffer, self._other, self._zeros = Buffer(), Buffer(), Buffer()
@@ -86,9 +90,12 @@ class Sender:
                 ):  # more may come only once it is known how much was sent
                     self._reported = self._offset
                     self._control.say(**self._progress())
-                if self._listen(connection, 0 if length or end else self._patience_ms()):
-                    return
+                if self._unheard >= _LISTEN_RECORDS or not length:
+                    self._unheard = 0
+                    if self._listen(connection, 0 if length or end else self._patience_ms()):
+                        return
                 if length:
+                    self._unheard += 1
                     self._send_record(connection, length)
                 elif end:
                     connection.send(Record(Kind.END, 0, self._offset).header())
@@ -165,7 +172,7 @@ class Sender:
         """The next record, and its bytes."""
         data = self._source.read(self._buffer, self._offset, length)
         digest = digest_of(data)
-        if equal(data, self._zeros.payload[:length]):
+        if digest == digest_of_zeros(length) and equal(data, self._zeros.payload[:length]):
             return Record(Kind.ZERO, length, self._offset, 0, digest), data
         if length != RECORD_BYTES:
             return Record(Kind.DATA, length, self._offset, 0, digest), data

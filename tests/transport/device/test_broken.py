@@ -22,7 +22,7 @@ from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.device.child import Child
 from snapshotd.transport.device.connection import read_reply
 from snapshotd.transport.device.outgoing import Outgoing
-from snapshotd.transport.device.records import HEADER_BYTES, REPLY_BYTES, Kind, Record, reply
+from snapshotd.transport.device.records import HEADER_BYTES, RECORD_BYTES, REPLY_BYTES, Kind, Record, reply
 from snapshotd.transport.routes import Route, routes_to
 from snapshotd.transport.sealed import TAG_BYTES, Connection
 from tests.transport.device.channel import (
@@ -300,7 +300,7 @@ async def arrives_in_the_end(nodes: Nodes, alter: Alter) -> bool:
 
 @pytest.mark.usefixtures("impatient")
 async def test_stripe_without_end_record_is_not_done(nodes: Nodes) -> None:
-    end = nodes.record(6) + nodes.travels(HEADER_BYTES, 5)
+    end = nodes.record(len(CONTENT) // RECORD_BYTES) + nodes.travels(HEADER_BYTES, 5)
 
     def cut_the_end(number: int, passed: int, part: bytes) -> bytes | None:
         if number:

@@ -15,7 +15,7 @@ from snapshotd.api.errors import Damaged, Internal
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.device.child import Child
 from snapshotd.transport.device.control_socket import Control
-from snapshotd.transport.device.records import Buffer, Kind, Record, digest_of, reply
+from snapshotd.transport.device.records import RECORD_BYTES, Buffer, Kind, Record, digest_of, reply
 from snapshotd.transport.device.ring import Ring
 from snapshotd.transport.device.send import Sender
 from snapshotd.transport.device.sources import GrowingFile, SentRing
@@ -272,13 +272,13 @@ async def test_record_that_does_not_fit_the_ring_is_refused(tmp_path: Path, reco
 
 
 def test_equal_bytes_are_referred_to_only_within_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = noise(MIB), noise(MIB)
+    one, other = noise(RECORD_BYTES), noise(RECORD_BYTES)
     content = one + other + one + other * 3 + one + one
     (tmp_path / "file").write_bytes(content)
     ring = Ring(str(tmp_path / "ring"), RING_BYTES)
     put(ring, 0, content)
     ring.wrote(len(content))
-    monkeypatch.setattr(SentRing, "window_bytes", 2 * MIB)
+    monkeypatch.setattr(SentRing, "window_bytes", 2 * RECORD_BYTES)
     sources = GrowingFile(str(tmp_path / "file")), SentRing(str(tmp_path / "ring"))
     ours, daemon = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     grown = os.eventfd(0)
@@ -291,10 +291,13 @@ def test_equal_bytes_are_referred_to_only_within_the_window(tmp_path: Path, monk
             assert source.available(len(content)) == len(content)
             records = []
             for number in range(8):
-                sender._offset = number * MIB
-                record, data = sender._record(MIB)
-                assert (bytes(data), record.digest) == (content[number * MIB :][:MIB], digest_of(data))
-                records.append(record.twin // MIB if record.kind is Kind.SAME else None)
+                sender._offset = number * RECORD_BYTES
+                record, data = sender._record(RECORD_BYTES)
+                assert (bytes(data), record.digest) == (
+                    content[number * RECORD_BYTES :][:RECORD_BYTES],
+                    digest_of(data),
+                )
+                records.append(record.twin // RECORD_BYTES if record.kind is Kind.SAME else None)
             found.append(records)
     os.close(grown)
     assert found == [[None, None, 0, 1, 1, 1, 0, 0], [None, None, 0, 1, None, 4, None, 6]]

@@ -10,6 +10,7 @@ import pytest
 
 from snapshotd.api.errors import Damaged, Internal, Timeout
 from snapshotd.transport.device.outgoing import Totals
+from snapshotd.transport.device.records import RECORD_BYTES
 from snapshotd.transport.device.stripe_names import MAX_STRIPES, checked, purpose_of
 from snapshotd.transport.listener import KEY_BYTES
 from tests.transport.device.channel import MIB, Nodes, children, noise, until
@@ -43,16 +44,17 @@ async def test_stripes_arrive_while_they_grow(nodes: Nodes) -> None:
 
 
 async def test_zeros_and_repetitions_are_not_sent(nodes: Nodes) -> None:
-    one, two = noise(MIB), noise(MIB)
-    content = one + bytes(2 * MIB) + two + one + one + bytes(MIB - 1) + b"\1" + two + bytes(100)
+    size = RECORD_BYTES
+    one, two = noise(size), noise(size)
+    content = one + bytes(2 * size) + two + one + one + bytes(size - 1) + b"\1" + two + bytes(100)
     nodes.fill({"a": content})
     async with nodes.both(["a"]) as (incoming, outgoing, _):
         outgoing.finish({"a": len(content)})
         totals = await outgoing.wait()
         assert await incoming.wait(30) == {"a": len(content)}
-    assert totals == Totals(len(content), 3 * MIB, 2 * MIB + 100, 3 * MIB, totals.seconds)
+    assert totals == Totals(len(content), 3 * size, 2 * size + 100, 3 * size, totals.seconds)
     assert nodes.arrived(["a"]) == {"a": content}
-    assert (nodes.there / "a").stat().st_blocks * 512 <= 7 * MIB  # zeros are holes
+    assert (nodes.there / "a").stat().st_blocks * 512 <= 7 * size  # zeros are holes
 
 
 async def test_stripe_may_be_empty(nodes: Nodes) -> None:
