@@ -38,7 +38,7 @@ from snapshotd.network.dispatch import Services
 from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.device.records import RECORD_BYTES
-from snapshotd.transport.device.ring import BEHIND_BYTES, RING_BYTES, Ring
+from snapshotd.transport.device.ring import BEHIND_BYTES, RING_BYTES, Ring, create
 from snapshotd.transport.image.bulk_receiver import BulkReceivers
 from snapshotd.transport.image.bulk_sender import open_streams
 from snapshotd.transport.image.fifo import make_fifo, readable
@@ -277,7 +277,8 @@ async def _stripes(folder: Path, total_bytes: int, stripes: int, *, encrypted: b
 
 def _filled_ring(path: Path) -> Ring:
     """Its content does not repeat within the window in which a repetition is noticed."""
-    ring = Ring(str(path), RING_BYTES)
+    create(str(path), RING_BYTES)
+    ring = Ring(str(path))
     block = os.urandom(RECORD_BYTES - 8)
     for number in range(ring.bytes // RECORD_BYTES):
         ring.view(number * RECORD_BYTES, RECORD_BYTES)[:] = number.to_bytes(8, "big") + block
@@ -293,7 +294,7 @@ def _fill(ring: Ring, total_bytes: int) -> None:
 def _empty(ring: Ring, total_bytes: int) -> None:
     for end in _chunk_ends(total_bytes):
         ring.await_written(end)
-        ring.has_read(end)
+        ring.release(end)
 
 
 def _chunk_ends(total_bytes: int) -> Iterator[int]:

@@ -174,7 +174,7 @@ def memory_for(rank: Rank, source: Node | None, target: Node | None) -> int:
     rings_bytes = [node.device_window_bytes if node is not None else 0 for node in (source, target)]
     if len(rank.gpus) != 1 or not all(rings_bytes):
         return rank.size_bytes
-    return rank.memory_bytes + rings_bytes[1]
+    return rank.memory_bytes + rings_bytes[0]  # the source decides how many stripes there are
 
 
 def _why_none(reasons: Mapping[str, str]) -> str:

@@ -23,6 +23,7 @@ from snapshotd.holder import stripe_child
 from snapshotd.holder.client import Holder
 from snapshotd.holder.driver import DriverError, Gpu, chunks
 from snapshotd.holder.process import MESSAGE_BYTES
+from snapshotd.transport.device.records import RECORD_BYTES
 from snapshotd.transport.device.ring import Pieces, Ring
 
 #: Chunks of a stripe at a time: one on its way from the GPU, one that is passed on.
@@ -48,10 +49,11 @@ class SentRing:
     """Another process sends it."""
 
     def __init__(self, gpu: Gpu, path: str, settings: dict[str, Any]) -> None:
-        if settings["fresh"]:
-            Path(path).unlink(missing_ok=True)
-        self._ring = Ring(path, settings["ring_bytes"] if settings["fresh"] else 0)
+        self._ring = Ring(path)
         self._behind_bytes: int = settings["behind_bytes"]
+        needed = _CHUNKS * settings["slot_bytes"] + RECORD_BYTES + self._behind_bytes
+        if needed > self._ring.bytes:  # it would wait for ever
+            raise DriverError(f"a ring of {self._ring.bytes} bytes, of which {needed} are needed")
         gpu.pin(self._ring.address, self._ring.bytes)
         self.have = self._ring.written
 
@@ -92,7 +94,7 @@ class Copier:
         self._gpu = Gpu(settings["gpu"])
         self._stripes: list[Stripe] = [
             SentRing(self._gpu, path, settings)
-            if settings["ring_bytes"]
+            if not settings["whole"]
             else WholeFile(self._gpu, path, self._slot_bytes, settings["from"][number])
             for number, path in enumerate(settings["files"])
         ]

@@ -6,16 +6,15 @@ If that process dies, another one takes its place; what was copied is not copied
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from snapshotd.api.errors import GpuFailed, Internal, SnapshotError
+from snapshotd.api.errors import GpuFailed, Internal
 from snapshotd.holder.driver import chunks
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.transport.device.child import Child
-from snapshotd.transport.device.ring import BEHIND_BYTES, RING_BYTES
+from snapshotd.transport.device.ring import BEHIND_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -46,15 +45,13 @@ class Copying:
         *,
         whole: bool = False,
     ) -> None:
-        """`whole`: into files that get all of it, not into rings that are sent."""
+        """`whole`: into files that get all of it, not into rings that are sent. Both kinds of files exist."""
         self._gpu, self._folder, self._names = gpu, folder, list(names)
         self._slot_bytes, self._holder, self._library_dir = slot_bytes, holder, library_dir
-        self._ring_bytes = 0 if whole else RING_BYTES
-        self._fresh = True
+        self._whole = whole
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
         self._done = [0] * len(self._names)
-        self.failed: SnapshotError | None = None
 
     async def start(self) -> None:
         """Starts the process, which attaches to the GPU; the job may run. Raises Internal or GpuFailed."""
@@ -63,14 +60,12 @@ class Copying:
             "files": [str(self._folder / name) for name in self._names],
             "slot_bytes": self._slot_bytes,
             "holder": str(self._holder),
-            "ring_bytes": self._ring_bytes,
+            "whole": self._whole,
             "behind_bytes": BEHIND_BYTES,
-            "fresh": self._fresh,
             "from": self._done,
         }
         self._child = await Child.start(_COPIER, settings, library_dir=self._library_dir)
         await self._child.ready(READY_S)
-        self._fresh = False
 
     def begin(
         self, key: str, sizes: Sequence[int], advance: Callable[[Sequence[str], Sequence[int]], None]
@@ -86,10 +81,7 @@ class Copying:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        if self._child is not None:
-            self._child.kill()
-            await self._child.close()
-            self._child = None
+        await self._end_child()
 
     async def _carry(
         self,
@@ -99,18 +91,22 @@ class Copying:
     ) -> None:
         for left in reversed(range(REPLACED + 1)):
             try:
+                if self._child is None:
+                    await self.start()
                 await self._copy(key, sizes, advance)
                 return
             except (GpuFailed, Internal) as error:
                 log.warning("copying %s: %s", key, error.message)
                 if not left:
-                    self.failed = error
                     raise
-                if self._child is not None:
-                    self._child.kill()
-                    await self._child.close()
-                with contextlib.suppress(GpuFailed, Internal):  # the next attempt fails at once
-                    await self.start()
+                await self._end_child()
+
+    async def _end_child(self) -> None:
+        """Idempotent. What it still says is not heard by the next one."""
+        if self._child is not None:
+            self._child.kill()
+            await self._child.close()
+            self._child = None
 
     async def _copy(self, key: str, sizes: list[int], advance: Callable[[Sequence[str], Sequence[int]], None]) -> None:
         child = self._child

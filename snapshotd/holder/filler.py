@@ -41,10 +41,12 @@ class Filler:
         self._gpu = Gpu(settings["gpu"])
         self._rings = [Ring(path) for path in settings["files"]]
         for ring in self._rings:
+            if _CHUNKS * self._slot_bytes > ring.bytes:  # it would wait for ever
+                raise DriverError(f"chunks of {self._slot_bytes} bytes for a ring of {ring.bytes}")
             self._gpu.pin(ring.address, ring.bytes)
         self._blocks: list[HeldBlock] = []
         self._places: list[tuple[int, int]] = []  # where each is mapped here, and its bytes
-        self._from = [ring.read for ring in self._rings]  # what an earlier process has filled
+        self._from = [ring.released for ring in self._rings]  # what an earlier process has filled
         self._filled = list(self._from)
         self._saying = threading.Lock()
 
@@ -118,7 +120,7 @@ class Filler:
 
     def _end(self, ring: Ring, end: int, stream: ctypes.c_void_p) -> None:
         self._gpu.wait(stream)
-        ring.has_read(end)
+        ring.release(end)
 
     def _report(self, number: int, at: int) -> None:
         with self._saying:

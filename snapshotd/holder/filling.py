@@ -7,7 +7,6 @@ another one takes its place; what was filled is not filled again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,25 +78,27 @@ class Filling:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        if self._child is not None:
-            self._child.kill()
-            await self._child.close()
-            self._child = None
+        await self._end_child()
 
     async def _carry(self, blocks: list[HeldBlock]) -> int:
         for left in reversed(range(REPLACED + 1)):
             try:
+                if self._child is None:
+                    await self.start()
                 return await self._fill(blocks)
             except (GpuFailed, Internal) as error:
                 log.warning("filling %s: %s", self._key, error.message)
                 if not left:
                     raise
-                if self._child is not None:
-                    self._child.kill()
-                    await self._child.close()
-                with contextlib.suppress(GpuFailed, Internal):  # the next attempt fails at once
-                    await self.start()
+                await self._end_child()
         raise AssertionError
+
+    async def _end_child(self) -> None:
+        """Idempotent. What it still says is not heard by the next one."""
+        if self._child is not None:
+            self._child.kill()
+            await self._child.close()
+            self._child = None
 
     async def _fill(self, blocks: list[HeldBlock]) -> int:
         child = self._child

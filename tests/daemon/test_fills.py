@@ -23,8 +23,8 @@ from snapshotd.moves.reserve import Reserve
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.target.device_channels import DeviceChannels
 from snapshotd.proc import host
-from snapshotd.transport.device.ring import Ring
 from tests.fakes.cuda_fake import GpuNode, gpus
+from tests.transport.device.channel import new_ring
 
 MOVE = "m-0123456789ab"
 MIB = 1 << 20
@@ -53,7 +53,7 @@ class Target:
         self.stripes = folder / "stripes"
         self.stripes.mkdir()
         for name in NAMES:
-            Ring(str(self.stripes / name), 4 * MIB)
+            new_ring(self.stripes / name, 4 * MIB)
         self.arriving = Arriving()
         self.node: Any = SimpleNamespace(
             holder=self.holder, config=SimpleNamespace(gpu_library_dir=str(self.gpus.folder))

@@ -16,6 +16,7 @@ from snapshotd.holder.client import Holder
 from snapshotd.holder.copying import Copying, stripe_sizes
 from snapshotd.holder.driver import chunks
 from snapshotd.inprocess.holding import HeldBlock
+from snapshotd.transport.device import ring
 from snapshotd.transport.device.ring import Ring
 from tests.fakes.cuda_fake import GpuNode, gpus
 
@@ -29,8 +30,7 @@ RING_BYTES, BEHIND_BYTES = 12 * MIB, 4 * MIB
 
 
 @pytest.fixture(autouse=True)
-def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "RING_BYTES", RING_BYTES)
+def small_part_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "BEHIND_BYTES", BEHIND_BYTES)
 
 
@@ -67,18 +67,18 @@ class Sender:
         return self._rings
 
     def written(self) -> list[int]:
-        return [ring.written for ring in self.rings]
+        return [one.written for one in self.rings]
 
     def read(self) -> None:
-        for number, ring in enumerate(self.rings):
-            at, end = len(self.content[number]), ring.written
-            for offset, address, size in ring.pieces(at, end - at):
-                begin = address - ring.address
-                self.content[number] += ring.view(begin, size)
+        for number, one in enumerate(self.rings):
+            at, end = len(self.content[number]), one.written
+            for offset, address, size in one.pieces(at, end - at):
+                begin = address - one.address
+                self.content[number] += one.view(begin, size)
                 assert at + offset + size == len(self.content[number])
-            assert ring.has(at), "overwritten before it was read"
-            assert ring.has(max(0, at - BEHIND_BYTES)), "what a broken connection may have lost was overwritten"
-            ring.has_read(end)
+            assert one.still_has(at), "overwritten before it was read"
+            assert one.still_has(max(0, at - BEHIND_BYTES)), "what a broken connection may have lost was overwritten"
+            one.release(end)
 
     async def run(self) -> None:
         while [len(content) for content in self.content] != list(self.sizes):
@@ -114,6 +114,9 @@ def make(tmp_path: Path, node: GpuNode) -> Any:
     folder.mkdir()
 
     def make(*, whole: bool = False) -> Copying:
+        for name in NAMES:
+            if not whole:
+                ring.create(str(folder / name), RING_BYTES)
         place = folder, NAMES, SLOT_BYTES, tmp_path / "holder.sock", str(node.folder)
         return Copying(node.gpus[0].uuid, *place, whole=whole)
 
@@ -216,6 +219,16 @@ async def test_memory_that_is_not_kept_fails(make: Any, holder: Holder, monkeypa
     task = copied.begin(KEY, [MIB, 0, 0], lambda names, done: None)
     with pytest.raises(GpuFailed, match=r"0 bytes of .* were copied"):
         await asyncio.wait_for(task, 60)
+    await copied.close()
+
+
+async def test_ring_that_would_wait_for_ever_is_an_error(
+    make: Any, holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "BEHIND_BYTES", RING_BYTES - 2 * SLOT_BYTES)
+    copied = make()
+    with pytest.raises(SnapshotError, match="a ring of 12582912 bytes"):
+        await copied.start()
     await copied.close()
 
 

@@ -16,8 +16,8 @@ from snapshotd.holder.client import Holder
 from snapshotd.holder.driver import chunks
 from snapshotd.holder.filling import Filling
 from snapshotd.inprocess.holding import HeldBlock
-from snapshotd.transport.device.ring import Ring
 from tests.fakes.cuda_fake import GpuNode, gpus
+from tests.transport.device.channel import new_ring
 
 MIB = 1 << 20
 SLOT_BYTES = MIB + 4096
@@ -59,13 +59,13 @@ class Stripes:
             )
             for number in range(len(NAMES))
         ]
-        self.rings = [Ring(str(folder / name), RING_BYTES) for name in NAMES]
+        self.rings = [new_ring(folder / name, RING_BYTES) for name in NAMES]
 
     def arrive(self, number: int, size: int) -> None:
         """So many more bytes, as far as there is room."""
         ring, content = self.rings[number], self.content[number]
         at = ring.written
-        end = min(at + size, len(content), ring.read + ring.bytes)
+        end = min(at + size, len(content), ring.released + ring.bytes)
         ring.begin(end)
         for offset, address, length in ring.pieces(at, end - at):
             ring.view(address - ring.address, length)[:] = content[at + offset : at + offset + length]
@@ -121,7 +121,7 @@ async def test_killed_process_is_replaced_and_goes_on(make: Any, holder: Holder,
     task = filled.begin(stripes.blocks)
     arriving = asyncio.create_task(stripes.arrive_all())
     async with asyncio.timeout(60):
-        while sum(ring.read for ring in stripes.rings) < 20 * MIB:  # noqa: ASYNC110
+        while sum(ring.released for ring in stripes.rings) < 20 * MIB:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     os.kill(first, 9)
     await asyncio.wait_for(task, 120)

@@ -4,9 +4,9 @@ The files, the device-memory channel to the target, and the pinned staging buffe
 job still runs. Then, with every thread of the job parked and all its work done, the driver is unlocked once more, so that the
 shim's own threads can copy; it is locked again for the checkpoint of the small rest.
 
-Invariant: as long as nothing is off the GPU, a failure here only means that the driver's checkpoint carries the memory, more
-slowly. What is off the GPU is in the stripe files, and `refill` brings it back. Which processes have files is journalled
-before the first of them gets one.
+Invariant: as long as nothing is off the GPU, a failure here only means that the driver's checkpoint carries the memory,
+more slowly. What is off the GPU is in the stripe files, or kept by the holder, and `refill` brings it back. Which processes
+have files is journalled before the first of them gets one.
 """
 
 from __future__ import annotations
@@ -129,13 +129,14 @@ class Offload:
             if self.into_image is not None:
                 await self._room.make_files(self._files)
             else:
-                await in_thread(self._room.reserve, ring.memory_bytes(sum(len(one.names) for one in self.striped)))
                 offers = self.node.config.hand_over_device_memory
                 holder = await in_thread(Process.of, self.node.holder.pid) if offers else None
                 self.channel.hold(self.striped[0].slot_bytes, self._gpus[0], holder)
                 await self.channel.open(self.expected_bytes)
                 if not self.channel.works:
                     raise Unreachable("there is no device-memory channel")
+                if not self.channel.takes_over:
+                    await self._room.make_files([(name, ring.FILE_BYTES) for name in self.names])
             for one in self.striped:
                 place = self._gpus[0], self.folder, one.names, one.slot_bytes
                 whole = self.into_image is not None
@@ -338,7 +339,7 @@ class Offload:
 
     @property
     def holds(self) -> bool:
-        """Whether the files are rings, so that they cannot follow the image."""
+        """Whether the memory is in no files that could follow the image."""
         return any(one.hold is not None for one in self.striped)
 
     @property

@@ -1,7 +1,7 @@
 """The source's end of the device-memory channel: sends stripe files to the target while they grow.
 
 Invariant: the channel may fail at any time before the target holds the copy; then the image channel carries the files, after
-the dump. No byte is sent that `advance` did not announce as copied.
+the dump. No byte is sent before it was copied.
 """
 
 from __future__ import annotations

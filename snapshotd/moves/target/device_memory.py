@@ -34,7 +34,7 @@ async def open_channel(
     folder, size_bytes = node.store.path(request.move), int(request.expected_bytes)
     if fills:
         size_bytes = ring.memory_bytes(len(request.names))
-    await in_thread(node.store.set_aside, request.move, request.names, size_bytes)
+    await in_thread(node.store.set_aside, request.move, request.names, size_bytes, rings=fills)
     incoming = await channels.open(
         request.move,
         folder,

@@ -1,8 +1,8 @@
 """The target's side of the device-memory channel: one port for a move, and one child process per stripe.
 
-Invariant: only announced names are written, and only by the move's source (handshake.py).
-A file's size is what is verified and stored. A broken connection may be replaced within LOST_S. After the first failure no
-file grows any more. `close` leaves no process, no socket, no thread and no task, and the files as they are.
+Invariant: only announced names are written, and only by the move's source (handshake.py), with what was verified. A broken
+connection may be replaced within LOST_S. After the first failure nothing more is written. `close` leaves no process, no
+socket, no thread and no task, and the files as they are.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Incoming:
         data_addresses: Sequence[str] = (),
         ring_bytes: int = 0,
     ) -> Incoming:
-        """Listens as MoveListener describes; starts one child per name; creates empty files.
+        """Listens as MoveListener describes; starts one child per name; each creates its file.
 
         `expected_bytes`: the size of all stripes together, a hint for memory to reserve; Full if less is free.
         `ring_bytes`: of the ring for each stripe, which another process empties; 0: files that keep all of it."""

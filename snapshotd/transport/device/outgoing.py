@@ -1,8 +1,9 @@
 """The source's side of the device-memory channel: one child and one connection per stripe, and a new one when that breaks.
 
-Invariant: `wait` returns only when the target has confirmed that every stripe is verified and stored completely. Until then,
-and after any failure, the files here are untouched. After the first failure that a new connection cannot cure, nothing is
-sent any more: the fallback, the image channel, needs the network. `close` leaves no process and no task.
+Invariant: `wait` returns only when the target has confirmed that every stripe is verified and stored completely. Until
+then, and after any failure, no file here is changed, and a ring only by its counter of what was sent. After the first
+failure that a new connection cannot cure, nothing is sent any more: the fallback, the image channel, needs the network.
+`close` leaves no process and no task.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Outgoing:
     ) -> Outgoing:
         """Starts a child per name and connects it to the target `node`. The files need not exist yet. Unreachable, Denied.
 
-        `rings`: the files are rings (ring.py), here and on the target."""
+        `rings`: the files here are rings (ring.py)."""
         if len(key) != KEY_BYTES:  # anybody holds an empty key
             raise Internal(f"node {node} sent a key of {len(key)} bytes for its device-memory channel, not {KEY_BYTES}")
         context = await in_thread(handshake.tls_context, credentials, server_side=False)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from snapshotd.proc.memory import OwnRoom
 from snapshotd.proc.room import FLOOR_BYTES, mib
+from snapshotd.transport.device import ring
 from snapshotd.transport.device.records import Buffer, StripeError
 from snapshotd.transport.device.ring import Ring
 
@@ -31,8 +32,11 @@ _AHEAD_BYTES = 1 << 30
 class Place(Protocol):
     have: int
 
+    def has_room(self, length: int) -> bool:
+        """For the next bytes. If not, it gets room by itself."""
+
     def memory(self, length: int) -> memoryview:
-        """For the next bytes, which count when they are stored. Waits for room."""
+        """For the next bytes, which have room, and count when they are stored."""
 
     def repeat(self, twin: int, into: memoryview) -> None:
         """Reads bytes that were stored before."""
@@ -52,17 +56,32 @@ def translated(error: OSError, what: str) -> StripeError:
     return StripeError("full" if no_room else "internal", f"{what}: {error.strerror}")
 
 
+def must_be_left(room: OwnRoom, about: str) -> None:
+    """Raises before the kernel would kill processes to find memory: none of them has what is needed here."""
+    limited_by, left = room.tightest()
+    if left < FLOOR_BYTES:
+        raise StripeError(
+            "full",
+            f"memory has run out: {limited_by} has {mib(left)} left, less than the {mib(FLOOR_BYTES)} that must stay free,"
+            f" {about}",
+        )
+
+
 class FilledRing:
     """The process that fills memory on the GPU empties it."""
 
-    def __init__(self, path: str, ring_bytes: int) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        try:
-            self._ring = Ring(path, ring_bytes)
-        except OSError as error:
-            raise translated(error, f"creating {path}") from error
+    def __init__(self, path: str, ring_bytes: int, room: OwnRoom) -> None:
         self.have = 0
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            ring.create(path, ring_bytes, lambda: must_be_left(room, f"for {os.path.basename(path)}"))
+            self._ring = Ring(path)
+        except OSError as error:
+            raise translated(error, f"creating {path} with {mib(ring_bytes)}") from error
+
+    def has_room(self, length: int) -> bool:
+        return self._ring.has_room(self.have + length)
 
     def memory(self, length: int) -> memoryview:
         data = self._view(self.have, length)
@@ -81,8 +100,8 @@ class FilledRing:
 
     def store(self, length: int, *, zero: bool) -> None:
         if zero:
-            for _, address, size in self._ring.pieces(self.have, length):
-                ctypes.memset(address, 0, size)
+            ((_, address, _),) = self._ring.pieces(self.have, length)
+            ctypes.memset(address, 0, length)
         self.have += length
         self._ring.wrote(self.have)
 
@@ -113,6 +132,9 @@ class KeptFile:
     @property
     def _done_path(self) -> Path:
         return self._path.with_name(self._path.name + ".done")
+
+    def has_room(self, length: int) -> bool:
+        return True
 
     def memory(self, length: int) -> memoryview:
         return self._buffer.payload[:length]
@@ -148,16 +170,9 @@ class KeptFile:
             done += os.pwritev(self._file, [data[done:]], self.have + done)
 
     def _look(self) -> None:
-        """Raises before the kernel would kill processes to find memory for the file: none of them has that memory."""
         if self.have < self._looked:
             return
-        limited_by, left = self._room.tightest()
-        if left < FLOOR_BYTES:
-            raise StripeError(
-                "full",
-                f"memory has run out: {limited_by} has {mib(left)} left, less than the {mib(FLOOR_BYTES)} that must stay"
-                f" free, and {mib(self.have)} of {self._path.name} have arrived",
-            )
+        must_be_left(self._room, f"and {mib(self.have)} of {self._path.name} have arrived")
         self._looked = self.have + _LOOK_BYTES
 
     def finish(self) -> None:

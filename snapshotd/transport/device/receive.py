@@ -11,6 +11,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from typing import Any
 
 from snapshotd.proc.memory import OwnRoom
@@ -28,6 +29,7 @@ from snapshotd.transport.device.records import (
     parse_header,
     reply,
 )
+from snapshotd.transport.device.ring import LOOK_S
 from snapshotd.transport.sealed import Connection
 from snapshotd.transport.sockets import CONNECT_S
 
@@ -130,6 +132,10 @@ class Receiver:
                 self._take_record(connection, record)
 
     def _take_record(self, connection: Connection, record: Record) -> None:
+        while not self._place.has_room(record.length):
+            if not self._arrived.empty():  # it gets an answer at once, and not only when there is room
+                raise ConnectionAbortedError("there is a newer connection")
+            time.sleep(LOOK_S)
         data = self._place.memory(record.length)
         if record.kind is Kind.DATA:
             connection.read_into(data)
@@ -161,7 +167,7 @@ def receive(control: Control, settings: dict[str, Any], _fds: list[int]) -> None
     room = OwnRoom()
     restrict(settings["path"])
     path, ring_bytes = settings["path"], settings["ring_bytes"]
-    receiver = Receiver(control, FilledRing(path, ring_bytes) if ring_bytes else KeptFile(path, room))
+    receiver = Receiver(control, FilledRing(path, ring_bytes, room) if ring_bytes else KeptFile(path, room))
     control.say(ready=True)
     receiver.run(int(settings["expected_bytes"]))
 

@@ -1,10 +1,10 @@
 """What a stripe's connection carries: records one way, a few replies the other. For the children, so nothing heavy here.
 
-A record is a header and, with DATA, its payload. The records of a stripe are in order and without gaps: the receiver's file
-is always a prefix of the sender's. Zeros are sent as a length, a repetition as the offset of its earlier copy.
+A record is a header and, with DATA, its payload. The records of a stripe are in order and without gaps: what the receiver
+has is always a prefix of the sender's. Zeros are sent as a length, a repetition as the offset of its earlier copy.
 
 Invariant: the header has its own checksum, the digest is that of the record's bytes however they travel, and both are
-verified before the file grows. On an encrypted connection (sealed.py) the tag replaces the digest of DATA. Malformed
+verified before they count as stored. On an encrypted connection (sealed.py) the tag replaces the digest of DATA. Malformed
 input raises `StripeError` before anything is allocated for it.
 """
 

@@ -7,11 +7,11 @@ kernel clears each page that it allocates, which took as long as sending it. The
 bytes are encrypted from where the GPU has put them, and decrypted to where it reads them.
 
 The first page has three counters of bytes of the stripe: what the writer has begun to overwrite with, what it has written,
-and what was read. They outlive both processes: one that replaces a dead one continues where that one ended.
+and what the reader has released. They outlive a process that uses the GPU: the one that replaces it continues there.
 
-Invariant: written <= begun <= read + ring.bytes, so nothing is overwritten that was not read. Each counter has one writer and
-only grows. Between the bytes and the counter that announces them, both sides release and take the interpreter's lock, which
-orders memory on every architecture.
+Invariant: written <= begun <= released + ring.bytes, so nothing is overwritten that was not read. Each counter has one writer
+and only grows. Between the bytes and the counter that announces them, both sides release and take the interpreter's lock,
+which orders memory on every architecture.
 """
 
 from __future__ import annotations
@@ -30,28 +30,42 @@ BEHIND_BYTES = 24 << 20
 TWINS_BYTES = 16 << 20
 
 _HEADER_BYTES = mmap.PAGESIZE
-_BEGUN, _WRITTEN, _READ = range(3)
+#: Of the file of a ring.
+FILE_BYTES = _HEADER_BYTES + RING_BYTES
+_BEGUN, _WRITTEN, _RELEASED = range(3)
 #: How often a process looks that waits for the other one. A message would take longer, through the daemon.
-_LOOK_S = 0.001
-
-
-def memory_bytes(stripes: int) -> int:
-    """Host memory for so many stripes, on either node. A move reserves it before the freeze."""
-    return stripes * (RING_BYTES + _HEADER_BYTES)
-
+LOOK_S = 0.001
+_STEP_BYTES = 16 << 20
 
 #: Of bytes that may be in several places: (how far from the first byte, address in this process, bytes).
 Pieces = list[tuple[int, int, int]]
 
 
+def memory_bytes(stripes: int) -> int:
+    """Host memory for so many stripes, on either node. A move reserves it before the freeze."""
+    return stripes * FILE_BYTES
+
+
+def create(path: str, ring_bytes: int, look: Callable[[], None] = lambda: None) -> None:
+    """Creates the file of a ring with all its memory. `look` is called before each step of that, and raises if memory has
+    become scarce. Raises OSError, too; nothing is left then."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        for at in range(0, _HEADER_BYTES + ring_bytes, _STEP_BYTES):
+            look()
+            os.posix_fallocate(fd, at, min(_STEP_BYTES, _HEADER_BYTES + ring_bytes - at))
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
 class Ring:
-    def __init__(self, path: str, ring_bytes: int = 0) -> None:
-        """`ring_bytes`: creates it, FileExistsError if there is one; 0: opens it, FileNotFoundError if there is none."""
-        create = os.O_CREAT | os.O_EXCL if ring_bytes else 0
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | create, 0o600)
+    def __init__(self, path: str) -> None:
+        """Maps the file, of which all memory was allocated. Raises OSError."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            if ring_bytes:
-                os.posix_fallocate(fd, 0, _HEADER_BYTES + ring_bytes)  # OSError now, instead of SIGBUS later
             self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         finally:
             os.close(fd)
@@ -66,10 +80,10 @@ class Ring:
         return int(self._counters[_WRITTEN])
 
     @property
-    def read(self) -> int:
-        return int(self._counters[_READ])
+    def released(self) -> int:
+        return int(self._counters[_RELEASED])
 
-    def has(self, at: int) -> bool:
+    def still_has(self, at: int) -> bool:
         """Whether what follows `at` is still there. To be asked after it was used: the writer may have begun meanwhile."""
         return int(self._counters[_BEGUN]) <= at + self.bytes
 
@@ -93,9 +107,14 @@ class Ring:
 
     # ------------------------------------------------------------ the writer
 
+    def has_room(self, end: int, behind_bytes: int = 0) -> bool:
+        """Up to `end`, with so much of what was released left."""
+        return max(0, self.released - behind_bytes) >= end - self.bytes
+
     def begin(self, end: int, behind_bytes: int = 0) -> None:
-        """Waits until the ring has room up to `end`, with so much of what was read left. The writer may then overwrite it."""
-        await_value(lambda: max(0, self.read - behind_bytes) >= end - self.bytes)
+        """Waits until there is room. The writer may then overwrite it."""
+        while not self.has_room(end, behind_bytes):
+            time.sleep(LOOK_S)
         self._counters[_BEGUN] = max(self._counters[_BEGUN], end)
 
     def wrote(self, end: int) -> None:
@@ -104,13 +123,9 @@ class Ring:
     # ------------------------------------------------------------ the reader
 
     def await_written(self, end: int) -> None:
-        await_value(lambda: self.written >= end)
+        while self.written < end:
+            time.sleep(LOOK_S)
 
-    def has_read(self, end: int) -> None:
+    def release(self, end: int) -> None:
         """Bytes before `end` may be overwritten. A reader that begins again further back does not take that back."""
-        self._counters[_READ] = max(self._counters[_READ], end)
-
-
-def await_value(reached: Callable[[], bool]) -> None:
-    while not reached():
-        time.sleep(_LOOK_S)
+        self._counters[_RELEASED] = max(self._counters[_RELEASED], end)

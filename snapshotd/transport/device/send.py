@@ -85,11 +85,6 @@ class Sender:
             while True:
                 length = self._due_bytes()
                 end = self._offset == self._final and not self._end_sent
-                if (
-                    not length and self._reported != self._offset
-                ):  # more may come only once it is known how much was sent
-                    self._reported = self._offset
-                    self._control.say(**self._progress())
                 if self._unheard >= _LISTEN_RECORDS or not length:
                     self._unheard = 0
                     if self._listen(connection, 0 if length or end else self._patience_ms()):

@@ -81,9 +81,9 @@ class SentRing:
         return self._ring.view(offset, length)
 
     def must_have(self, offset: int) -> None:
-        if self._ring is not None and not self._ring.has(offset):
+        if self._ring is not None and not self._ring.still_has(offset):
             raise StripeError("internal", f"bytes of {self._path} that follow {offset} were overwritten")
 
     def sent(self, offset: int) -> None:
         assert self._ring is not None
-        self._ring.has_read(offset)
+        self._ring.release(offset)

@@ -253,9 +253,11 @@ class SpillingStore(ImageStore):
         disk = self._at(move)
         return super().drop(move) if disk is None else disk.drop(move)
 
-    def set_aside(self, move: str, names: Sequence[str], size_bytes: int) -> None:
+    def set_aside(self, move: str, names: Sequence[str], size_bytes: int, *, rings: bool = False) -> None:
         disk = self._at(move)
-        return super().set_aside(move, names, size_bytes) if disk is None else disk.set_aside(move, names, size_bytes)
+        if disk is not None:
+            return disk.set_aside(move, names, size_bytes, rings=rings)
+        return super().set_aside(move, names, size_bytes, rings=rings)
 
     def refuse(self, move: str, why: str) -> None:
         disk = self._at(move)

@@ -79,7 +79,7 @@ class ImageStore:
 
     def create(self, move: str, capacity_bytes: int, rings_bytes: int = 0) -> None:
         """Reserves memory for a move, Full if none is free. Idempotent. Removes partial images of before a restart.
-        `rings_bytes`: part of it, for files that the device-memory channel empties while it writes them."""
+        `rings_bytes`: part of it, for the rings of the device-memory channel."""
         directory = self._directory(move)
         self.dropped()
         with self._creating, self._room.turn() if self._room is not None else nullcontext():
@@ -288,16 +288,16 @@ class ImageStore:
         inside the lock."""
         return max(0, self._free_bytes() - self.reserved_bytes())
 
-    def set_aside(self, move: str, names: Sequence[str], size_bytes: int) -> None:
+    def set_aside(self, move: str, names: Sequence[str], size_bytes: int, *, rings: bool = False) -> None:
         """Sets aside part of the move's memory for these files, which the device-memory channel writes. What they use does
-        not count as reserved any more. The last call wins. Reserves more where `create` has reserved only their rings:
-        Full if none is free."""
+        not count as reserved any more. The last call wins. Where `create` has reserved nothing but rings, or the files are
+        `rings`, reserves what is missing: Full if it is not free."""
         with self._lock:
             receiving = self._receiving.get(move)
         if receiving is None:
             raise _unknown(move)
         with self._room.turn() if self._room is not None else nullcontext():  # a writer asks for room with its own lock
-            more_bytes = size_bytes - receiving.rings_bytes if receiving.rings_bytes else 0
+            more_bytes = size_bytes - receiving.rings_bytes if rings or receiving.rings_bytes else 0
             if more_bytes > 0:
                 if (room_bytes := self.room_bytes()) < more_bytes:
                     raise Full(f"{move} needs {mib(more_bytes)} more for its device memory, {mib(room_bytes)} are free")

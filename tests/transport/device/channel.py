@@ -15,10 +15,12 @@ from pathlib import Path
 from migrator import pki
 from snapshotd.api.credentials import Credentials
 from snapshotd.transport import handshake
+from snapshotd.transport.device import ring
 from snapshotd.transport.device.child import Child
 from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.device.records import HEADER_BYTES, RECORD_BYTES
+from snapshotd.transport.device.ring import Ring
 from snapshotd.transport.routes import Route
 from snapshotd.transport.sealed import TAG_BYTES
 
@@ -26,6 +28,11 @@ SOURCE, TARGET = "node-1", "node-2"
 MIB = 1 << 20
 #: (number of the connection, bytes passed since TLS was left, these bytes) -> bytes to pass on; None: cut the connection here
 Alter = Callable[[int, int, bytes], bytes | None]
+
+
+def new_ring(path: Path, ring_bytes: int) -> Ring:
+    ring.create(str(path), ring_bytes)
+    return Ring(str(path))
 
 
 def noise(length: int) -> bytes:

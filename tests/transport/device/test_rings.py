@@ -12,14 +12,26 @@ from random import Random
 import pytest
 
 from snapshotd.api.errors import Damaged, Internal
+from snapshotd.inprocess.devmem import SLOT_BYTES
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport import sockets
+from snapshotd.transport.device import ring as rings
 from snapshotd.transport.device.child import Child
 from snapshotd.transport.device.control_socket import Control
-from snapshotd.transport.device.records import RECORD_BYTES, Buffer, Kind, Record, digest_of, reply
+from snapshotd.transport.device.records import (
+    HEADER_BYTES,
+    MAX_RECORD_BYTES,
+    RECORD_BYTES,
+    Buffer,
+    Kind,
+    Record,
+    digest_of,
+    reply,
+)
 from snapshotd.transport.device.ring import Ring
 from snapshotd.transport.device.send import Sender
 from snapshotd.transport.device.sources import GrowingFile, SentRing
-from tests.transport.device.channel import MIB, Nodes, given_to, noise, until
+from tests.transport.device.channel import MIB, Nodes, Proxy, flip, given_to, new_ring, noise, until
 
 RING_BYTES, BEHIND_BYTES = 8 * MIB, 3 * MIB
 
@@ -54,13 +66,13 @@ class Both:
             size = min(self.random.randint(1, 2 * MIB), length - len(content))
             self.ring.await_written(len(content) + size)
             content += got(self.ring, len(content), size)
-            self.ring.has_read(len(content))
+            self.ring.release(len(content))
         return content
 
 
 @pytest.fixture
 def ring(tmp_path: Path) -> Ring:
-    return Ring(str(tmp_path / "ring"), RING_BYTES)
+    return new_ring(tmp_path / "ring", RING_BYTES)
 
 
 @pytest.fixture
@@ -84,7 +96,7 @@ def content_of(seed: int, length: int) -> bytes:
 
 def test_ring_that_exists_is_not_created_again(ring: Ring, tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
-        Ring(str(tmp_path / "ring"), RING_BYTES)
+        new_ring(tmp_path / "ring", RING_BYTES)
     assert Ring(str(tmp_path / "ring")).bytes == RING_BYTES
     with pytest.raises(FileNotFoundError):
         Ring(str(tmp_path / "other"))
@@ -98,15 +110,15 @@ def test_both_processes_see_the_same_bytes_and_counters(ring: Ring, tmp_path: Pa
     ring.wrote(3 * MIB)
     assert other.written == 3 * MIB
     assert got(other, 0, 3 * MIB) == content
-    other.has_read(2 * MIB)
-    assert ring.read == 2 * MIB
+    other.release(2 * MIB)
+    assert ring.released == 2 * MIB
 
 
 def test_writer_waits_for_what_was_not_read(ring: Ring, impatient: None) -> None:
     ring.begin(RING_BYTES)
     with pytest.raises(TimeoutError):
         ring.begin(RING_BYTES + 1)
-    ring.has_read(MIB)
+    ring.release(MIB)
     ring.begin(RING_BYTES + MIB)
     with pytest.raises(TimeoutError):
         ring.begin(RING_BYTES + MIB + 1)
@@ -114,12 +126,12 @@ def test_writer_waits_for_what_was_not_read(ring: Ring, impatient: None) -> None
 
 def test_what_a_broken_connection_may_have_lost_stays(ring: Ring, impatient: None) -> None:
     ring.begin(RING_BYTES, BEHIND_BYTES)
-    ring.has_read(5 * MIB)
+    ring.release(5 * MIB)
     ring.begin(RING_BYTES + 2 * MIB, BEHIND_BYTES)
     with pytest.raises(TimeoutError):
         ring.begin(RING_BYTES + 2 * MIB + 1, BEHIND_BYTES)
-    assert ring.has(2 * MIB)
-    assert not ring.has(2 * MIB - 1), "the writer may have begun to overwrite it"
+    assert ring.still_has(2 * MIB)
+    assert not ring.still_has(2 * MIB - 1), "the writer may have begun to overwrite it"
 
 
 def test_reader_waits_for_what_was_not_written(ring: Ring, impatient: None) -> None:
@@ -131,15 +143,15 @@ def test_reader_waits_for_what_was_not_written(ring: Ring, impatient: None) -> N
 
 
 def test_reader_that_begins_further_back_takes_nothing_back(ring: Ring) -> None:
-    ring.has_read(5 * MIB)
-    ring.has_read(3 * MIB)
-    assert ring.read == 5 * MIB
+    ring.release(5 * MIB)
+    ring.release(3 * MIB)
+    assert ring.released == 5 * MIB
 
 
 @pytest.mark.parametrize("length", [0, 5, RING_BYTES, 41 * MIB + 12345])
 async def test_all_bytes_arrive_through_rings_on_both_nodes(nodes: Nodes, length: int) -> None:
     content = content_of(length, length)
-    here = Ring(str(nodes.here / "a"), RING_BYTES)
+    here = new_ring(nodes.here / "a", RING_BYTES)
     async with nodes.both(["a"], ring_bytes=RING_BYTES) as (incoming, outgoing, _):
         writing = asyncio.create_task(in_thread(Both(here, 1).write, content))
         reading = asyncio.create_task(in_thread(Both(Ring(str(nodes.there / "a")), 2).read, length))
@@ -157,7 +169,7 @@ async def test_all_bytes_arrive_through_rings_on_both_nodes(nodes: Nodes, length
 @pytest.mark.parametrize("position", [0, 2 * MIB + 1000, 20 * MIB])
 async def test_cut_connection_is_replaced_and_continues_in_the_rings(nodes: Nodes, position: int) -> None:
     content = noise(41 * MIB + 5)
-    here = Ring(str(nodes.here / "a"), 64 * MIB)  # sockets hold more than BEHIND_BYTES of a small one
+    here = new_ring(nodes.here / "a", 64 * MIB)  # sockets hold more than BEHIND_BYTES of a small one
 
     def cut(number: int, passed: int, part: bytes) -> bytes | None:
         return None if number == 0 and passed + len(part) > position else part
@@ -171,6 +183,60 @@ async def test_cut_connection_is_replaced_and_continues_in_the_rings(nodes: Node
         await asyncio.gather(outgoing.wait(), incoming.wait(60))
         assert proxy.connections == 2
         assert await reading == content
+
+
+async def test_cut_connection_is_replaced_while_the_ring_of_the_target_is_full(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that empties it is being replaced. The new connection is answered meanwhile."""
+    monkeypatch.setattr("snapshotd.transport.device.outgoing.CONNECT_S", 2.0)
+    content = noise(12 * MIB)
+    sizes = nodes.fill({"a": content})
+    async with (
+        nodes.incoming(["a"], ring_bytes=4 * MIB) as incoming,
+        Proxy(incoming.port) as proxy,
+        nodes.outgoing(proxy.port, incoming.key, ["a"]) as outgoing,
+    ):
+        there = Ring(str(nodes.there / "a"))
+        outgoing.advance("a", len(content))
+        outgoing.finish(sizes)
+        await until(lambda: there.written == 4 * MIB)
+        for connections in (2, 3):
+            proxy.cut()
+            await until(lambda wanted=connections: proxy.connections == wanted)  # type: ignore[misc]
+        reading = asyncio.create_task(in_thread(Both(there, 2).read, len(content)))
+        await asyncio.gather(incoming.wait(60), outgoing.wait())
+        assert await reading == content
+
+
+@pytest.mark.parametrize("number", [1, 9])
+async def test_damaged_record_is_not_in_the_ring_and_is_sent_again(plain: Nodes, number: int) -> None:
+    """The ninth repeats the first one, and its header says so."""
+    one = noise(RECORD_BYTES)
+    content = one + noise(7 * RECORD_BYTES) + one + noise(3 * RECORD_BYTES)
+    sizes = plain.fill({"a": content})
+    at = plain.record(number) + HEADER_BYTES + 1000 if number == 1 else plain.record(8) + 30
+    async with (
+        plain.incoming(["a"], ring_bytes=RING_BYTES) as incoming,
+        Proxy(incoming.port, flip(at)) as proxy,
+        plain.outgoing(proxy.port, incoming.key, ["a"]) as outgoing,
+    ):
+        there = Ring(str(plain.there / "a"))
+        reading = asyncio.create_task(in_thread(Both(there, 2).read, len(content)))
+        outgoing.finish(sizes)
+        totals, _ = await asyncio.gather(outgoing.wait(), incoming.wait(60))
+        assert await reading == content
+        assert proxy.connections == 2
+        assert totals.same >= RECORD_BYTES
+
+
+def test_sizes_leave_room_for_all_that_is_under_way() -> None:
+    """Else a move hangs, or does not survive a broken connection."""
+    assert rings.RING_BYTES % RECORD_BYTES == 0
+    assert 2 * SLOT_BYTES + RECORD_BYTES <= rings.RING_BYTES - rings.BEHIND_BYTES
+    assert rings.TWINS_BYTES + MAX_RECORD_BYTES <= rings.RING_BYTES
+    in_buffers = 2 * 2 * sockets._BUFFER_BYTES  # of both sockets; the kernel doubles them
+    assert in_buffers + 2 * RECORD_BYTES <= rings.BEHIND_BYTES
 
 
 async def test_no_more_is_received_than_the_ring_holds(nodes: Nodes) -> None:
@@ -187,16 +253,16 @@ async def test_no_more_is_received_than_the_ring_holds(nodes: Nodes) -> None:
         await asyncio.sleep(0.1)
         assert there.written == 4 * MIB
         assert got(there, 0, 4 * MIB) == content[: 4 * MIB]
-        there.has_read(4 * MIB)
+        there.release(4 * MIB)
         await until(lambda: there.written == 8 * MIB)
-        there.has_read(8 * MIB)
+        there.release(8 * MIB)
         await asyncio.gather(incoming.wait(60), outgoing.wait())
         assert got(there, 8 * MIB, 4 * MIB) == content[8 * MIB :]
 
 
 async def test_target_that_has_less_than_the_ring_is_an_error(tmp_path: Path) -> None:
     """It has lost more than stays behind what was sent. Other bytes lie there now."""
-    ring = Ring(str(tmp_path / "a"), RING_BYTES)
+    ring = new_ring(tmp_path / "a", RING_BYTES)
     grown = os.eventfd(0)
     child = await Child.start("snapshotd.transport.device.send", {"path": str(tmp_path / "a"), "ring": True}, [grown])
     try:
@@ -226,11 +292,11 @@ async def test_target_that_has_less_than_the_ring_is_an_error(tmp_path: Path) ->
 
 async def test_bytes_that_are_overwritten_while_they_are_sent_end_the_stripe(tmp_path: Path) -> None:
     """Whatever was sent in their place, the target never learns that the stripe is complete."""
-    ring, path = Ring(str(tmp_path / "a"), RING_BYTES), str(tmp_path / "a")
+    ring, path = new_ring(tmp_path / "a", RING_BYTES), str(tmp_path / "a")
 
     class Overwritten(SentRing):
         def read(self, buffer: Buffer, offset: int, length: int) -> memoryview:
-            ring.has_read(MIB)
+            ring.release(MIB)
             ring.begin(RING_BYTES + MIB)
             return super().read(buffer, offset, length)
 
@@ -275,7 +341,7 @@ def test_equal_bytes_are_referred_to_only_within_the_window(tmp_path: Path, monk
     one, other = noise(RECORD_BYTES), noise(RECORD_BYTES)
     content = one + other + one + other * 3 + one + one
     (tmp_path / "file").write_bytes(content)
-    ring = Ring(str(tmp_path / "ring"), RING_BYTES)
+    ring = new_ring(tmp_path / "ring", RING_BYTES)
     put(ring, 0, content)
     ring.wrote(len(content))
     monkeypatch.setattr(SentRing, "window_bytes", 2 * RECORD_BYTES)
