@@ -1,6 +1,6 @@
 """Copies held memory into stripes: the daemon's side of the process that copies.
 
-If that process dies, another one takes its place; what was copied is not copied again.
+If that process dies, or the holder that it asks, another one takes its place; what was copied is not copied again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from snapshotd.api.errors import GpuFailed, Internal, SnapshotError
+from snapshotd.holder.client import Holder
 from snapshotd.holder.driver import chunks
 from snapshotd.inprocess.holding import HeldBlock
+from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.device.child import Child
 from snapshotd.transport.device.ring import BEHIND_BYTES, RING_BYTES
 
@@ -41,7 +43,7 @@ class Copying:
         folder: Path,
         names: Sequence[str],
         slot_bytes: int,
-        holder: Path,
+        holder: Holder,
         library_dir: str,
         *,
         whole: bool = False,
@@ -62,7 +64,7 @@ class Copying:
             "gpu": self._gpu,
             "files": [str(self._folder / name) for name in self._names],
             "slot_bytes": self._slot_bytes,
-            "holder": str(self._holder),
+            "holder": str(self._holder.path),
             "ring_bytes": self._ring_bytes,
             "behind_bytes": BEHIND_BYTES,
             "fresh": self._fresh,
@@ -110,6 +112,7 @@ class Copying:
                     self._child.kill()
                     await self._child.close()
                 with contextlib.suppress(GpuFailed, Internal):  # the next attempt fails at once
+                    await in_thread(self._holder.kept)  # which starts another holder if it has ended
                     await self.start()
 
     async def _copy(self, key: str, sizes: list[int], advance: Callable[[Sequence[str], Sequence[int]], None]) -> None:

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from snapshotd.api.errors import GpuFailed, Internal
+from snapshotd.holder.client import Holder
 from snapshotd.holder.copying import READY_S, REPLACED, stripe_sizes
 from snapshotd.inprocess.holding import HeldBlock
+from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.device.child import Child
 
 log = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ class Filling:
         folder: Path,
         names: Sequence[str],
         slot_bytes: int,
-        holder: Path,
+        holder: Holder,
         library_dir: str,
         key: str,
     ) -> None:
@@ -50,7 +52,7 @@ class Filling:
             "gpu": self._gpu,
             "files": [str(self._folder / name) for name in self._names],
             "slot_bytes": self._slot_bytes,
-            "holder": str(self._holder),
+            "holder": str(self._holder.path),
             "key": self._key,
         }
         self._child = await Child.start(_FILLER, settings, library_dir=self._library_dir)
@@ -96,6 +98,7 @@ class Filling:
                     self._child.kill()
                     await self._child.close()
                 with contextlib.suppress(GpuFailed, Internal):  # the next attempt fails at once
+                    await in_thread(self._holder.kept)  # which starts another holder if it has ended
                     await self.start()
         raise AssertionError
 
