@@ -16,8 +16,8 @@ import pytest
 
 from integration.configuring import configured
 from integration.gpu_nodes import GpuCluster
-from integration.harness import until
-from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, children, part, start
+from integration.harness import Job, until
+from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, UNDONE, children, part, start
 from snapshotd.runtime.faults import Point
 
 pytestmark = pytest.mark.sampled(3, group="hold")
@@ -30,6 +30,18 @@ COPIER, FILLER = "snapshotd.holder.copier", "snapshotd.holder.filler"
 def held(lab: GpuCluster) -> list[int]:
     """The processes that keep device memory."""
     return lab.cluster.processes_of("snapshotd.holder.process")
+
+
+def holder_of(lab: GpuCluster, node: str) -> int:
+    """The process that keeps device memory on this node."""
+    there = os.readlink(f"/proc/{lab.lab.daemon_pid(node)}/ns/mnt")
+    (pid,) = [pid for pid in held(lab) if os.readlink(f"/proc/{pid}/ns/mnt") == there]
+    return pid
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    until("it to be gone", lambda: not Path(f"/proc/{pid}").exists())
 
 
 def gone(lab: GpuCluster, program: str) -> bool:
@@ -160,11 +172,114 @@ def test_killed_process_that_copies_is_replaced(lab: GpuCluster, node: str, prog
     lab.ends_well(job)
 
 
-def test_lost_memory_ends_the_rank(lab: GpuCluster) -> None:
-    """The process that keeps it is killed, and so is the copier: no process has the memory any more."""
+def ends_well_and_moves_again(lab: GpuCluster, job: Job) -> None:
+    """The rank is where it was, or where it was to go."""
+    job.await_progress(3)
+    until("the holders to end", lambda: gone(lab, "snapshotd.holder"))
+    (at,) = {one["at_node"] for one in lab.cluster.ps(job)}
+    lab.cluster.move(job, SOURCE if at == TARGET else TARGET)
+    lab.ends_well(job)
+
+
+@pytest.mark.parametrize("point", [Point.OFFLOADED, Point.CHECKPOINTED, Point.FREEZE, Point.STREAM])
+def test_killed_holder_is_replaced(lab: GpuCluster, point: Point) -> None:
+    """While the memory belongs to no process."""
     job = start(lab, *LARGE)
     job.await_lines(5)
-    with lab.cluster.moving(job, TARGET, SOURCE, Point.OFFLOADED):
-        for pid in [*held(lab), *children(lab, SOURCE, COPIER)]:
-            os.kill(pid, signal.SIGKILL)
+    with lab.cluster.moving(job, TARGET, SOURCE, point) as asked:
+        kill(holder_of(lab, SOURCE))
+    assert asked.code == 0, f"{asked.answer} {asked.errors}"
+    assert "which kept device memory, has ended" in lab.lab.daemon_log(SOURCE).read_text(errors="replace")
+    ends_well_and_moves_again(lab, job)
+
+
+@pytest.mark.sampled(1)
+def test_killed_holder_and_copier_are_replaced(lab: GpuCluster) -> None:
+    job = start(lab, *LARGE)
+    job.await_lines(5)
+    with lab.cluster.moving(job, TARGET, SOURCE, Point.OFFLOADED) as asked:
+        for pid in (holder_of(lab, SOURCE), *children(lab, SOURCE, COPIER)):
+            kill(pid)
+    assert asked.code == 0, f"{asked.answer} {asked.errors}"
+    ends_well_and_moves_again(lab, job)
+
+
+def test_undo_gives_back_what_a_killed_holder_kept(lab: GpuCluster) -> None:
+    job = start(lab, *LARGE)
+    job.await_lines(5)
+    lab.cluster.fault(TARGET, Point.CUDA_RESTORED, "fail")
+    with lab.cluster.moving(job, TARGET, SOURCE, Point.CHECKPOINTED) as asked:
+        kill(holder_of(lab, SOURCE))
+    assert asked.code == UNDONE, f"{asked.answer} {asked.errors}"
+    ends_well_and_moves_again(lab, job)
+
+
+def test_memory_outlives_first_the_holder_and_then_the_daemon(lab: GpuCluster) -> None:
+    job = start(lab, *LARGE)
+    job.await_lines(5)
+    lab.cluster.fault(SOURCE, Point.CHECKPOINTED, "wait")
+    with lab.cluster.begin_move(job, TARGET) as move:
+        until("the memory to belong to no process", lambda: lab.cluster.fired(SOURCE))
+        kill(holder_of(lab, SOURCE))
+        # It has everything when it is asked, and nobody asks.
+        logged = lab.lab.daemon_log(SOURCE)
+        until("it to be replaced", lambda: "takes its place" in logged.read_text(errors="replace"))
+        lab.lab.kill_daemon(SOURCE)
+        lab.lab.start_daemon(SOURCE)
+        move.wait(120)
+    ends_well_and_moves_again(lab, job)
+
+
+def test_memory_outlives_first_the_daemon_and_then_the_holder(lab: GpuCluster) -> None:
+    """The next daemon has taken duplicates."""
+    job = start(lab, *LARGE)
+    job.await_lines(5)
+    lab.cluster.fault(TARGET, Point.RESTORING, "wait")
+    with lab.cluster.begin_move(job, TARGET) as move:
+        until("the copy to be restored", lambda: lab.cluster.fired(TARGET))
+        lab.lab.kill_daemon(SOURCE)
+        lab.lab.start_daemon(SOURCE)
+        kill(holder_of(lab, SOURCE))
+        lab.lab.kill_daemon(TARGET)
+        lab.lab.start_daemon(TARGET)
+        move.wait(120)
+    job.await_progress(3)
+    assert {one["at_node"] for one in lab.cluster.ps(job)} == {SOURCE}
+    assert "bytes of device memory were handed back" in lab.lab.daemon_log(SOURCE).read_text(errors="replace")
+    ends_well_and_moves_again(lab, job)
+
+
+@pytest.mark.parametrize(
+    ("node", "point"),
+    [(SOURCE, Point.OFFLOADED), (SOURCE, Point.CHECKPOINTED), (TARGET, Point.RESTORING), (TARGET, Point.CUDA_RESTORED)],
+)
+def test_holder_that_is_killed_on_the_target_leaves_the_rank_on_its_source(
+    lab: GpuCluster, node: str, point: Point
+) -> None:
+    """While it is filled, and when it has arrived. If it keeps nothing yet, the move succeeds."""
+    job = start(lab, *LARGE)
+    job.await_lines(5)
+    with lab.cluster.moving(job, TARGET, node, point) as asked:
+        kill(holder_of(lab, TARGET))
+    expected = (0, UNDONE) if point == Point.OFFLOADED else (UNDONE,)
+    assert asked.code in expected, f"{asked.answer} {asked.errors}"
+    ends_well_and_moves_again(lab, job)
+
+
+def test_lost_memory_ends_the_rank(lab: GpuCluster) -> None:
+    """The daemon, which has duplicates, and the process that keeps it are killed. With the daemon its child ends that copies.
+
+    No process has the memory any more."""
+    job = start(lab, *LARGE)
+    job.await_lines(5)
+    lab.cluster.fault(SOURCE, Point.OFFLOADED, "wait")
+    with lab.cluster.begin_move(job, TARGET) as move:
+        until("the memory to belong to no process", lambda: lab.cluster.fired(SOURCE))
+        copiers, holder = children(lab, SOURCE, COPIER), holder_of(lab, SOURCE)
+        lab.lab.kill_daemon(SOURCE)  # first: it would start another holder
+        kill(holder)
+        until("the copier to end", lambda: not any(Path(f"/proc/{pid}").exists() for pid in copiers))
+        lab.lab.start_daemon(SOURCE)
+        move.wait(120)
     assert job.finish() != 0
+    assert "the process that kept it has ended" in lab.lab.daemon_log(SOURCE).read_text(errors="replace")

@@ -31,7 +31,7 @@ from snapshotd.cuda.driver import Gpus
 from snapshotd.diagnosis.run import Diagnosis
 from snapshotd.files.as_user import spares
 from snapshotd.health.monitor import Monitor
-from snapshotd.holder.client import Holder
+from snapshotd.holder.backed import BackedHolder
 from snapshotd.inprocess import devmem, symbols
 from snapshotd.keepers.adoption import Adoption
 from snapshotd.keepers.listener import KeeperLinks
@@ -117,7 +117,7 @@ class Daemon:
         reserve = Reserve(config.state_dir)
         reserve.hold()
         journal, ranks = Journal(config.state_dir, reserve), Ranks(config.state_dir, reserve)
-        self.holder = Holder(config.run_dir / "holder.sock")
+        self.holder = BackedHolder(config.run_dir / "holder.sock")
         self.kept_files = KeptFiles(config.run_dir / "files.sock")
         parts = (store, suspended, carry, self.gpus, room, self.holder, self.kept_files)
         self.node = Node(config, journal, reserve, ranks, *parts, connect, self._lost)

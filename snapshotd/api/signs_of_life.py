@@ -65,7 +65,9 @@ def _ping(family: int, host: object) -> Signs:
             probe.connect((host, 0))
             probe.send(packet)
             deadline = time.monotonic() + TIMEOUT_S
-            while (left := deadline - time.monotonic()) > 0 and select.select([probe], [], [], left)[0]:
+            arriving = select.poll()  # not select(), which fails from descriptor 1024 on: a daemon may have thousands
+            arriving.register(probe, select.POLLIN)
+            while (left := deadline - time.monotonic()) > 0 and arriving.poll(left * 1000):
                 if _is_reply(probe.recv(1024), reply, raw=probe.type == socket.SOCK_RAW, family=family):
                     return Signs(True, "it answers ping")
         except OSError as error:

@@ -110,7 +110,7 @@ class Copier:
             blob = self._line.recv(MESSAGE_BYTES)
             if not blob:
                 return
-            for blocks, fds in Holder(self._holder).held(json.loads(blob)["begin"]):
+            for blocks, fds in Holder(self._holder, starts=False).held(json.loads(blob)["begin"]):
                 self._blocks += [(self._gpu.map(fd, one.bytes), one.bytes) for one, fd in zip(blocks, fds, strict=True)]
             for number in range(len(self._stripes)):
                 threading.Thread(target=self._guarded, args=(number,), daemon=True).start()

@@ -1,6 +1,6 @@
 """Copies held memory into stripes: the daemon's side of the process that copies.
 
-If that process dies, another one takes its place; what was copied is not copied again.
+If that process dies, or the holder that it asks, another one takes its place; what was copied is not copied again.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from snapshotd.api.errors import GpuFailed, Internal
+from snapshotd.holder.client import Holder
 from snapshotd.holder.driver import chunks
 from snapshotd.inprocess.holding import HeldBlock
+from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.device.child import Child
 from snapshotd.transport.device.ring import BEHIND_BYTES
 
@@ -40,7 +42,7 @@ class Copying:
         folder: Path,
         names: Sequence[str],
         slot_bytes: int,
-        holder: Path,
+        holder: Holder,
         library_dir: str,
         *,
         whole: bool = False,
@@ -59,7 +61,7 @@ class Copying:
             "gpu": self._gpu,
             "files": [str(self._folder / name) for name in self._names],
             "slot_bytes": self._slot_bytes,
-            "holder": str(self._holder),
+            "holder": str(self._holder.path),
             "whole": self._whole,
             "behind_bytes": BEHIND_BYTES,
             "from": self._done,
@@ -92,6 +94,7 @@ class Copying:
         for left in reversed(range(REPLACED + 1)):
             try:
                 if self._child is None:
+                    await in_thread(self._holder.kept)  # which starts another holder if it has ended
                     await self.start()
                 await self._copy(key, sizes, advance)
                 return

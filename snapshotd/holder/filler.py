@@ -37,7 +37,7 @@ class Filler:
         self._line = line
         self._slot_bytes: int = settings["slot_bytes"]
         self._key: str = settings["key"]
-        self._holder = Holder(Path(settings["holder"]))
+        self._holder = Holder(Path(settings["holder"]), starts=False)
         self._gpu = Gpu(settings["gpu"])
         self._rings = [Ring(path) for path in settings["files"]]
         for ring in self._rings:

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from snapshotd.api.errors import GpuFailed, Internal
+from snapshotd.holder.client import Holder
 from snapshotd.holder.copying import READY_S, REPLACED, stripe_sizes
 from snapshotd.inprocess.holding import HeldBlock
+from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.device.child import Child
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ class Filling:
         folder: Path,
         names: Sequence[str],
         slot_bytes: int,
-        holder: Path,
+        holder: Holder,
         library_dir: str,
         key: str,
     ) -> None:
@@ -49,7 +51,7 @@ class Filling:
             "gpu": self._gpu,
             "files": [str(self._folder / name) for name in self._names],
             "slot_bytes": self._slot_bytes,
-            "holder": str(self._holder),
+            "holder": str(self._holder.path),
             "key": self._key,
         }
         self._child = await Child.start(_FILLER, settings, library_dir=self._library_dir)
@@ -84,6 +86,7 @@ class Filling:
         for left in reversed(range(REPLACED + 1)):
             try:
                 if self._child is None:
+                    await in_thread(self._holder.kept)  # which starts another holder if it has ended
                     await self.start()
                 return await self._fill(blocks)
             except (GpuFailed, Internal) as error:

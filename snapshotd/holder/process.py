@@ -2,8 +2,10 @@
 
 It keeps descriptors of physical device memory, by a key, and does nothing else: no CUDA, no threads, no other module of this
 package. A descriptor alone keeps the memory on its GPU, so a rank's memory outlives the death of the rank's process, of the
-processes that copy it, and of the daemon, which finds it here when it is back. Only this process must not end meanwhile.
-Another one keeps files of snapshots in the same way (snapshotd/moves/kept_files.py): inode, size and device of each.
+processes that copy it, and of the daemon, which finds it here when it is back. The daemon has duplicates of what ranks have
+handed over, and starts another one of these if this one ends (snapshotd/holder/backed.py).
+Another one keeps files of snapshots in the same way (snapshotd/moves/kept_files.py): inode, size and device of each. Of these
+the daemon has no duplicates.
 
 Requests and answers are one JSON object per message, with at most BATCH descriptors:
 

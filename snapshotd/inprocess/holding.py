@@ -208,9 +208,10 @@ class _Reader(threading.Thread):
     def _read(self) -> bool:
         """Whether everything is kept."""
         pending, complete = b"", False
+        arriving = select.poll()  # not select(), which fails from descriptor 1024 on
+        arriving.register(self._line, select.POLLIN)
         while not complete:
-            readable, _, _ = select.select([self._line], [], [], _LOOK_S)
-            if not readable:
+            if not arriving.poll(_LOOK_S * 1000):
                 if self._given_up:
                     return False
                 continue

@@ -6,6 +6,9 @@ other file gets its inode number, by which the rollback recognises it. There are
 in a user's directories, outlives a crash there, and gives a file that its program deletes while it is open another name, with
 which the rank could not move any more.
 
+The daemon has no duplicates of these descriptors, unlike of those of device memory: there can be thousands, for as long as
+there are snapshots, and what is lost with that process is a file that a rollback cannot bring back, never a rank.
+
 Invariant: what cannot be kept is left out. It never makes a snapshot fail: the rollback says which file it misses.
 """
 

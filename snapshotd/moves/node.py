@@ -10,7 +10,7 @@ from snapshotd.api.calls import Channel
 from snapshotd.api.client import Credentials, DaemonClient
 from snapshotd.config import Config
 from snapshotd.cuda.driver import Gpus
-from snapshotd.holder.client import Holder
+from snapshotd.holder.backed import BackedHolder
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves.carry import Carry
 from snapshotd.moves.journal import Journal
@@ -37,7 +37,7 @@ class Node:
     carry: Carry
     gpus: Gpus
     room: Room
-    holder: Holder
+    holder: BackedHolder
     kept_files: KeptFiles
     connect: Callable[[str, str], Channel]  # a new connection to the daemon of (node, endpoint)
     lost: Callable[[RankEntry], Awaitable[None]]  # ends a rank whose keeper is dead, and reports it to its home

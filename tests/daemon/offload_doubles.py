@@ -17,7 +17,7 @@ from snapshotd.api.errors import (
     SnapshotError,
 )
 from snapshotd.cuda.driver import State
-from snapshotd.holder.client import Holder
+from snapshotd.holder.backed import BackedHolder
 from snapshotd.inprocess import devmem, sharing
 from snapshotd.inprocess.devmem import Caught
 from snapshotd.moves.device import offload, refill, standstill
@@ -169,7 +169,7 @@ class Source:
             hand_over_device_memory=True,
             data_addresses=(),
         )
-        holder = Holder(folder / "holder.sock")
+        holder = BackedHolder(folder / "holder.sock")
         self.node: Any = SimpleNamespace(
             config=config, store=store, client=self._client, room=room, holder=holder, credentials=None
         )

@@ -13,7 +13,7 @@ import pytest
 
 from snapshotd.api.errors import GpuFailed, Internal, SnapshotError, WrongState
 from snapshotd.holder import filling
-from snapshotd.holder.client import Holder
+from snapshotd.holder.backed import BackedHolder
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.moves.device import hold
 from snapshotd.moves.device.fills import Fills
@@ -49,7 +49,7 @@ class Arriving:
 class Target:
     def __init__(self, folder: Path) -> None:
         self.gpus = GpuNode(folder / "gpus", gpus("node", count=1, memory_mib=64), context_mib=8)
-        self.holder = Holder(folder / "holder.sock")
+        self.holder = BackedHolder(folder / "holder.sock")
         self.stripes = folder / "stripes"
         self.stripes.mkdir()
         for name in NAMES:
@@ -153,3 +153,21 @@ def test_restarted_daemon_releases_memory_of_moves_that_have_ended(
         os.close(write_end)
     hold.sweep_ended(target.holder, journal)
     assert bool(target.holder.kept()) is kept
+
+
+@pytest.mark.parametrize("role", ["source", "target"])
+def test_restarted_daemon_has_duplicates_of_what_its_ranks_have_handed_over(
+    target: Target, tmp_path: Path, role: str
+) -> None:
+    """What a target had is not needed: its channel has ended."""
+    journal = Journal(tmp_path / "state", Reserve(tmp_path / "state"))
+    nodes = ("node-1", "a:1", "spare-1", "b:1")
+    journal.begin(Begin(MOVE, role, "job/0", "job", 0, *nodes, "00", host.boot_id(), 0.0)).mark(Mark.PREPARED)
+    fd = os.memfd_create("memory")
+    target.holder.keep(f"{MOVE}/7", [HeldBlock(1, 2, 0)], [fd])
+    os.close(fd)
+    target.holder.close()  # the daemon was restarted
+    hold.sweep_ended(target.holder, journal)
+    os.kill(target.holder.pid, 9)
+    target.holder.start("test")
+    assert target.holder.kept() == ({f"{MOVE}/7": 2} if role == "source" else {})

@@ -17,6 +17,7 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Denied, Full, GpuFailed, WrongState
+from snapshotd.holder.backed import BackedHolder
 from snapshotd.holder.client import Holder
 from snapshotd.inprocess.holding import HeldBlock
 from snapshotd.moves.device import takeover
@@ -37,7 +38,7 @@ class Nodes:
     """The holders of a source and a target, and the files that stand for device memory."""
 
     def __init__(self, folder: Path) -> None:
-        self.source, self.target = (Holder(folder / name) for name in ("source.sock", "target.sock"))
+        self.source, self.target = (BackedHolder(folder / name) for name in ("source.sock", "target.sock"))
         for one in (self.source, self.target):
             one.start("test")
         self.files = [os.memfd_create(str(block.address)) for block in BLOCKS]

@@ -12,7 +12,7 @@ import pytest
 
 from snapshotd.api.errors import GpuFailed, SnapshotError
 from snapshotd.holder import copying
-from snapshotd.holder.client import Holder
+from snapshotd.holder.backed import BackedHolder
 from snapshotd.holder.copying import Copying, stripe_sizes
 from snapshotd.holder.driver import chunks
 from snapshotd.inprocess.holding import HeldBlock
@@ -40,8 +40,8 @@ def node(tmp_path: Path) -> GpuNode:
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[Holder]:
-    holder = Holder(tmp_path / "holder.sock")
+def holder(tmp_path: Path) -> Iterator[BackedHolder]:
+    holder = BackedHolder(tmp_path / "holder.sock")
     yield holder
     holder.leave("test")
     holder.drop(list(holder.kept()))
@@ -87,7 +87,7 @@ class Sender:
             await asyncio.sleep(0.001)
 
 
-def hold(holder: Holder, sizes: Sequence[int]) -> tuple[list[HeldBlock], list[bytes]]:
+def hold(holder: BackedHolder, sizes: Sequence[int]) -> tuple[list[HeldBlock], list[bytes]]:
     """Keeps memory with random content; the blocks and their contents."""
     blocks, contents = [], []
     for number, size in enumerate(sizes):
@@ -109,7 +109,7 @@ def expected(contents: Sequence[bytes], number: int) -> bytes:
 
 
 @pytest.fixture
-def make(tmp_path: Path, node: GpuNode) -> Any:
+def make(tmp_path: Path, node: GpuNode, holder: BackedHolder) -> Any:
     folder = tmp_path / "stripes"
     folder.mkdir()
 
@@ -117,7 +117,7 @@ def make(tmp_path: Path, node: GpuNode) -> Any:
         for name in NAMES:
             if not whole:
                 ring.create(str(folder / name), RING_BYTES)
-        place = folder, NAMES, SLOT_BYTES, tmp_path / "holder.sock", str(node.folder)
+        place = folder, NAMES, SLOT_BYTES, holder, str(node.folder)
         return Copying(node.gpus[0].uuid, *place, whole=whole)
 
     make.folder = folder  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ async def copied_and_read(copied: Copying, sizes: Sequence[int], sender: Sender)
     await asyncio.wait_for(reading, 60)
 
 
-async def test_all_memory_is_copied_in_the_layout_of_the_stripes(make: Any, holder: Holder) -> None:
+async def test_all_memory_is_copied_in_the_layout_of_the_stripes(make: Any, holder: BackedHolder) -> None:
     blocks, contents = hold(holder, [2 * MIB, 8 * MIB, 4 * MIB, 2 * MIB])
     sizes, copied = stripe_sizes(blocks, len(NAMES), SLOT_BYTES), make()
     await copied.start()
@@ -140,7 +140,7 @@ async def test_all_memory_is_copied_in_the_layout_of_the_stripes(make: Any, hold
     await copied.close()
 
 
-async def test_files_have_one_size_whatever_the_size_of_the_memory(make: Any, holder: Holder) -> None:
+async def test_files_have_one_size_whatever_the_size_of_the_memory(make: Any, holder: BackedHolder) -> None:
     blocks, contents = hold(holder, [6 * MIB] * 12)
     sizes, copied = stripe_sizes(blocks, len(NAMES), SLOT_BYTES), make()
     assert min(sizes) > 1.5 * RING_BYTES
@@ -154,7 +154,7 @@ async def test_files_have_one_size_whatever_the_size_of_the_memory(make: Any, ho
     await copied.close()
 
 
-async def test_copying_waits_for_the_sender(make: Any, holder: Holder) -> None:
+async def test_copying_waits_for_the_sender(make: Any, holder: BackedHolder) -> None:
     blocks, contents = hold(holder, [6 * MIB] * 10)
     sizes, copied = stripe_sizes(blocks, len(NAMES), SLOT_BYTES), make()
     await copied.start()
@@ -173,7 +173,7 @@ async def test_copying_waits_for_the_sender(make: Any, holder: Holder) -> None:
     await copied.close()
 
 
-async def test_killed_process_is_replaced_and_goes_on(make: Any, holder: Holder) -> None:
+async def test_killed_process_is_replaced_and_goes_on(make: Any, holder: BackedHolder) -> None:
     blocks, contents = hold(holder, [6 * MIB] * 10)
     sizes, copied = stripe_sizes(blocks, len(NAMES), SLOT_BYTES), make()
     await copied.start()
@@ -193,7 +193,7 @@ async def test_killed_process_is_replaced_and_goes_on(make: Any, holder: Holder)
     await copied.close()
 
 
-async def test_killed_process_that_writes_whole_files_is_replaced_and_goes_on(make: Any, holder: Holder) -> None:
+async def test_killed_process_that_writes_whole_files_is_replaced_and_goes_on(make: Any, holder: BackedHolder) -> None:
     blocks, contents = hold(holder, [6 * MIB] * 10)
     sizes, copied = stripe_sizes(blocks, len(NAMES), SLOT_BYTES), make(whole=True)
     first: list[int] = []
@@ -211,7 +211,38 @@ async def test_killed_process_that_writes_whole_files_is_replaced_and_goes_on(ma
     await copied.close()
 
 
-async def test_memory_that_is_not_kept_fails(make: Any, holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+async def test_copying_goes_on_when_the_holder_is_killed(make: Any, holder: BackedHolder, whole: bool) -> None:
+    """Before the process that copies has asked it, and when its successor asks."""
+    blocks, contents = hold(holder, [6 * MIB] * 10)
+    sizes, copied, sender = (
+        stripe_sizes(blocks, len(NAMES), SLOT_BYTES),
+        make(whole=whole),
+        Sender(make.folder, [0] * 3),
+    )
+    await copied.start()
+    killed = [copied._child.pid]
+
+    def advance(names: Sequence[str], done: Sequence[int]) -> None:
+        if copied._child.pid in killed:
+            killed.clear()
+            os.kill(holder.pid, 9)
+            os.kill(copied._child.pid, 9)
+
+    os.kill(holder.pid, 9)
+    if whole:
+        await asyncio.wait_for(copied.begin(KEY, sizes, advance), 120)
+        found = [(make.folder / name).read_bytes() for name in NAMES]
+    else:
+        sender.sizes, sender.advance = sizes, advance  # type: ignore[method-assign]
+        await copied_and_read(copied, sizes, sender)
+        found = sender.content
+    assert not killed
+    assert found == [expected(contents, number) for number in range(len(NAMES))]
+    await copied.close()
+
+
+async def test_memory_that_is_not_kept_fails(make: Any, holder: BackedHolder, monkeypatch: pytest.MonkeyPatch) -> None:
     holder.start("test")
     monkeypatch.setattr(copying, "REPLACED", 0)
     copied = make()
@@ -223,7 +254,7 @@ async def test_memory_that_is_not_kept_fails(make: Any, holder: Holder, monkeypa
 
 
 async def test_ring_that_would_wait_for_ever_is_an_error(
-    make: Any, holder: Holder, monkeypatch: pytest.MonkeyPatch
+    make: Any, holder: BackedHolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copying, "BEHIND_BYTES", RING_BYTES - 2 * SLOT_BYTES)
     copied = make()
@@ -232,9 +263,9 @@ async def test_ring_that_would_wait_for_ever_is_an_error(
     await copied.close()
 
 
-async def test_unknown_gpu_is_an_error(make: Any, tmp_path: Path, node: GpuNode) -> None:
+async def test_unknown_gpu_is_an_error(make: Any, holder: BackedHolder, node: GpuNode) -> None:
     unknown = "GPU-00000000-0000-0000-0000-000000000000"
-    copied = Copying(unknown, make.folder, NAMES, SLOT_BYTES, tmp_path / "holder.sock", str(node.folder))
+    copied = Copying(unknown, make.folder, NAMES, SLOT_BYTES, holder, str(node.folder))
     with pytest.raises(SnapshotError, match="does not list GPU"):
         await copied.start()
     await copied.close()

@@ -12,7 +12,7 @@ import pytest
 
 from snapshotd.api.errors import GpuFailed, SnapshotError
 from snapshotd.holder import filling
-from snapshotd.holder.client import Holder
+from snapshotd.holder.backed import BackedHolder
 from snapshotd.holder.driver import chunks
 from snapshotd.holder.filling import Filling
 from snapshotd.inprocess.holding import HeldBlock
@@ -34,8 +34,8 @@ def node(tmp_path: Path) -> GpuNode:
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[Holder]:
-    holder = Holder(tmp_path / "holder.sock")
+def holder(tmp_path: Path) -> Iterator[BackedHolder]:
+    holder = BackedHolder(tmp_path / "holder.sock")
     holder.start("test")
     yield holder
     holder.leave("test")
@@ -79,7 +79,7 @@ class Stripes:
             await asyncio.sleep(0.002)
 
 
-def kept(holder: Holder) -> list[tuple[HeldBlock, bytes]]:
+def kept(holder: BackedHolder) -> list[tuple[HeldBlock, bytes]]:
     return [
         (block, os.pread(fd, block.bytes, 0))
         for blocks, fds in holder.held(KEY)
@@ -88,15 +88,15 @@ def kept(holder: Holder) -> list[tuple[HeldBlock, bytes]]:
 
 
 @pytest.fixture
-def make(tmp_path: Path, node: GpuNode, holder: Holder) -> Any:
+def make(tmp_path: Path, node: GpuNode, holder: BackedHolder) -> Any:
     def make(stripes: Stripes, gpu: str = "") -> Filling:
-        return Filling(gpu or node.gpus[0].uuid, stripes.folder, NAMES, SLOT_BYTES, holder.path, str(node.folder), KEY)
+        return Filling(gpu or node.gpus[0].uuid, stripes.folder, NAMES, SLOT_BYTES, holder, str(node.folder), KEY)
 
     return make
 
 
 async def test_memory_is_filled_while_it_arrives_and_outlives_the_process(
-    make: Any, holder: Holder, tmp_path: Path
+    make: Any, holder: BackedHolder, tmp_path: Path
 ) -> None:
     stripes = Stripes(tmp_path / "stripes", [2 * MIB, 40 * MIB, 4 * MIB] + [2 * MIB] * 20)
     filled = make(stripes)
@@ -113,7 +113,7 @@ async def test_memory_is_filled_while_it_arrives_and_outlives_the_process(
     assert min(len(content) for content in stripes.content) > 2 * RING_BYTES
 
 
-async def test_killed_process_is_replaced_and_goes_on(make: Any, holder: Holder, tmp_path: Path) -> None:
+async def test_killed_process_is_replaced_and_goes_on(make: Any, holder: BackedHolder, tmp_path: Path) -> None:
     stripes = Stripes(tmp_path / "stripes", [6 * MIB] * 10)
     filled = make(stripes)
     await filled.start()
@@ -131,8 +131,43 @@ async def test_killed_process_is_replaced_and_goes_on(make: Any, holder: Holder,
     assert kept(holder) == list(zip(stripes.blocks, stripes.contents, strict=True))
 
 
+async def test_holder_that_is_killed_before_anything_is_filled_is_replaced(
+    make: Any, holder: BackedHolder, tmp_path: Path
+) -> None:
+    stripes = Stripes(tmp_path / "stripes", [2 * MIB] * 20)
+    filled = make(stripes)
+    await filled.start()
+    os.kill(holder.pid, 9)
+    task = filled.begin(stripes.blocks)
+    await asyncio.wait_for(filled.allocated(), 60)
+    await asyncio.wait_for(asyncio.gather(task, stripes.arrive_all()), 120)
+    await filled.close()
+    assert kept(holder) == list(zip(stripes.blocks, stripes.contents, strict=True))
+
+
+async def test_holder_that_is_killed_when_some_is_filled_is_an_error(
+    make: Any, holder: BackedHolder, tmp_path: Path
+) -> None:
+    """Nothing else keeps it, and what has arrived does not arrive again: the move is undone."""
+    stripes = Stripes(tmp_path / "stripes", [6 * MIB] * 10)
+    filled = make(stripes)
+    await filled.start()
+    task = filled.begin(stripes.blocks)
+    arriving = asyncio.create_task(stripes.arrive_all())
+    async with asyncio.timeout(60):
+        while sum(ring.released for ring in stripes.rings) < 20 * MIB:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    os.kill(holder.pid, 9)
+    os.kill(filled._child.pid, 9)
+    with pytest.raises(GpuFailed, match="0 blocks are kept, 10 were created"):
+        await asyncio.wait_for(task, 120)
+    arriving.cancel()
+    await filled.close()
+    assert holder.kept() == {}
+
+
 async def test_lack_of_room_on_the_gpu_is_an_error_before_anything_arrives(
-    make: Any, holder: Holder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Any, holder: BackedHolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(filling, "REPLACED", 0)
     stripes = Stripes(tmp_path / "stripes", [2 * MIB])
@@ -144,7 +179,7 @@ async def test_lack_of_room_on_the_gpu_is_an_error_before_anything_arrives(
     await filled.close()
 
 
-async def test_process_without_memory_is_filled_at_once(make: Any, holder: Holder, tmp_path: Path) -> None:
+async def test_process_without_memory_is_filled_at_once(make: Any, holder: BackedHolder, tmp_path: Path) -> None:
     stripes = Stripes(tmp_path / "stripes", [])
     filled = make(stripes)
     await filled.start()

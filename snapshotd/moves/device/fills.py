@@ -55,7 +55,7 @@ class Fills:
             self._names.setdefault(_pid_of(name), []).append(name)
         library = node.config.gpu_library_dir
         self._fillings = {
-            pid: Filling(gpu, folder, own, slot_bytes, node.holder.path, library, self._key(pid))
+            pid: Filling(gpu, folder, own, slot_bytes, node.holder, library, self._key(pid))
             for pid, own in self._names.items()
         }
         self._tasks: dict[int, asyncio.Task[int]] = {}

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Where
 from snapshotd.cuda.driver import Gpus
+from snapshotd.holder.backed import BackedHolder
 from snapshotd.holder.client import Holder
 from snapshotd.holder.copying import Copying, stripe_sizes
 from snapshotd.inprocess import devmem, holding
@@ -57,9 +59,7 @@ class Hold:
         if found is None:
             raise RankGone(f"the shim is not active in process {process.pid}", where=Where.SOURCE_RUNNING)
         self._holding = found
-        self._copying = Copying(
-            gpu, folder, names, slot_bytes, node.holder.path, node.config.gpu_library_dir, whole=whole
-        )
+        self._copying = Copying(gpu, folder, names, slot_bytes, node.holder, node.config.gpu_library_dir, whole=whole)
         self._blocks: list[HeldBlock] = []
 
     async def prepare(self, *, sends: bool) -> None:
@@ -190,12 +190,16 @@ def held_bytes(holder: Holder, move: str) -> int:
     return sum(size for key, size in holder.kept().items() if key.startswith(f"{move}/"))
 
 
-def sweep_ended(holder: Holder, journal: Journal) -> None:
-    """At start: lets the memory go that moves have left, on their source or their target. Blocking."""
-    for move in {key.partition("/")[0] for key in holder.kept()}:
+def sweep_ended(holder: BackedHolder, journal: Journal) -> None:
+    """At start: lets the memory go that moves have left, on their source or their target, and takes duplicates of what ranks
+    have handed over that are still on their way. Blocking. Raises GpuFailed."""
+    for move, keys in groupby(sorted(holder.kept()), lambda key: key.partition("/")[0]):
         known = journal.find(move)
         if known is None or known.ended_unix_s:
             let_go(holder, move)
+        elif known.begin.role == "source":  # a target has lost the channel that filled it
+            for key in keys:
+                holder.adopt(key)
 
 
 def let_go(holder: Holder, move: str) -> None:

@@ -50,7 +50,7 @@ def socket_of(holder: Process) -> Path:
 @contextlib.contextmanager
 def _connected(holder: Process) -> Iterator[Holder]:
     """Raises Denied or GpuFailed."""
-    there = Holder(socket_of(holder))
+    there = Holder(socket_of(holder), starts=False)
     try:
         there.kept()
         if there.pid != holder.pid:  # another process has its socket by now, or it has ended

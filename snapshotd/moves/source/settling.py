@@ -68,7 +68,7 @@ class SourceSettling(Steps):
         try:
             hold.sweep_ended(self.node.holder, self.journal)
         except SnapshotError as error:  # the daemon must serve its ranks
-            log.error("device memory of moves that have ended is not released: %s", error.message)
+            log.error("device memory from before the restart is neither released nor duplicated: %s", error.message)
         for move_log in self.journal.all():
             if move_log.begin.role == "source" and move_log.last_mark is not Mark.SETTLED:
                 twins.end_left(move_log)

@@ -81,12 +81,12 @@ class FilledRing:
             raise translated(error, f"creating {path} with {mib(ring_bytes)}") from error
 
     def has_room(self, length: int) -> bool:
+        self._view(self.have, length)  # raises if there will never be any
         return self._ring.has_room(self.have + length)
 
     def memory(self, length: int) -> memoryview:
-        data = self._view(self.have, length)
         self._ring.begin(self.have + length)
-        return data
+        return self._view(self.have, length)
 
     def repeat(self, twin: int, into: memoryview) -> None:
         """If the sender goes further back than the ring reaches, the digest is wrong."""

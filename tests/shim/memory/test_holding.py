@@ -110,6 +110,20 @@ def test_freed_memory_is_not_imported_any_more(start_job: Start, held: Held) -> 
     assert not holding(job).has_imported()
 
 
+def test_daemon_that_has_thousands_of_descriptors_takes_memory_over(start_job: Start, held: Held) -> None:
+    """As duplicates of what other ranks have handed over: select() would fail from 1024 on."""
+    job, others = start_job("grow 4"), [os.open("/dev/null", os.O_RDONLY)]
+    try:
+        while others[-1] < 1024:
+            others.append(os.dup(others[0]))
+        assert hand_over(job, held) == sum(block.bytes for block in held.blocks)
+        take_back(job, held)
+    finally:
+        for fd in others:
+            os.close(fd)
+    job.is_unharmed()
+
+
 def test_memory_is_handed_over_and_taken_back(start_job: Start, held: Held) -> None:
     job = start_job("grow 4")
     wanted = [(address, -(-size // GRAIN) * GRAIN) for address, size, _ in job.blocks() if size >= MIB]

@@ -277,7 +277,6 @@ async def test_target_that_has_less_than_the_ring_is_an_error(tmp_path: Path) ->
             received = 0
             while received < RING_BYTES:
                 received += len(await in_thread(receiver.recv, MIB))
-            assert (await child.hear())["at"] == RING_BYTES
         assert "lost" in await child.hear()
         ring.begin(RING_BYTES + 2 * MIB)
         with given_to(child) as receiver:
