@@ -121,12 +121,13 @@ def test_driver_checkpoints_memory_that_was_handed_over(one_gpu: GpuCluster) -> 
     job.await_progress(3)
     one_gpu.cluster.move(job, TARGET)
     job.await_progress(2)
-    inside = ["nsenter", "--target", str(one_gpu.lab.daemon_pid(TARGET)), "--mount", "mount", "-o"]
-    subprocess.run([*inside, "remount,size=256m", "/run"], check=True)  # no room for stripes
-    try:
-        moved = one_gpu.cluster.move(job, SOURCE)
-    finally:
-        subprocess.run([*inside, "remount,size=90%", "/run"], check=True)
+    with configured(one_gpu.cluster, [TARGET], {"hold_device_memory": False}):
+        inside = ["nsenter", "--target", str(one_gpu.lab.daemon_pid(TARGET)), "--mount", "mount", "-o"]
+        subprocess.run([*inside, "remount,size=256m", "/run"], check=True)  # no room for files
+        try:
+            moved = one_gpu.cluster.move(job, SOURCE)
+        finally:
+            subprocess.run([*inside, "remount,size=90%", "/run"], check=True)
     assert any("the driver's checkpoint carries the device memory" in text for text in moved["warnings"])
     one_gpu.ends_well(job)
 

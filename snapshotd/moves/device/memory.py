@@ -25,6 +25,7 @@ from snapshotd.proc.cgroup import Cgroup
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
+from snapshotd.runtime.spans import span
 
 log = logging.getLogger(__name__)
 
@@ -132,12 +133,15 @@ async def bring_back(
     """
     alive = [process for process in processes if process.alive()]
     try:
-        await _back_on_the_gpu(gpus, alive, needs, device_bytes)
+        with span("back on the GPU"):
+            await _back_on_the_gpu(gpus, alive, needs, device_bytes)
         if refill is not None:
-            await refill()
+            with span("give memory back"):
+                await refill()
         if alive:
             # Communicators are built next, which depends on which ranks share a GPU.
-            await gpus.inventory(fresh=True)
+            with span("list GPUs"):
+                await gpus.inventory(fresh=True)
     except Timeout:
         # A driver's thread may wait for a lock that a parked thread holds. ABORT stands, so the copy here is the only one
         # that ever runs: its threads may run, those that use the GPU wait in the driver, and the next attempt succeeds.
