@@ -17,6 +17,7 @@ from snapshotd.moves.device.memory import Lost
 from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.record_parts import StripedProcess
 from snapshotd.proc.tree import Process
+from snapshotd.transport.device import ring
 from tests.daemon.offload_doubles import MOVE, SIZE, Source, source
 
 __all__ = ["source"]
@@ -106,6 +107,16 @@ async def test_missing_channel_is_reported_once(holding_source: Source) -> None:
     await parking.close()
 
 
+async def test_rings_are_allocated_before_the_freeze_and_count_once(holding_source: Source) -> None:
+    parking = await prepared(holding_source)
+    assert parking.holds
+    assert len(parking.names) > 1
+    for name in parking.names:
+        assert (parking.folder / name).stat().st_blocks * 512 >= ring.RING_BYTES
+    assert holding_source.node.room.free().reserved_bytes == 0
+    await parking.close()
+
+
 async def test_process_that_ended_leaves_no_copier(holding_source: Source) -> None:
     first, _ = holding_source.memories
     parking = await prepared(holding_source)
@@ -115,7 +126,7 @@ async def test_process_that_ended_leaves_no_copier(holding_source: Source) -> No
     await parking.close()
 
 
-async def test_move_is_refused_if_the_target_has_room_for_a_window_only(holding_source: Source) -> None:
+async def test_move_is_refused_if_the_target_has_room_for_rings_only(holding_source: Source) -> None:
     """The driver's checkpoint would put all of it into the image, for which the target has no memory either."""
     Held.fails = {next(iter(holding_source.memories)).pid}
     opened = []

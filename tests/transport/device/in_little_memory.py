@@ -1,4 +1,7 @@
-"""Receives a stripe in a cgroup with too little memory for it, and prints how that ended. argv: a folder in memory, MiB."""
+"""Receives a stripe in a cgroup with too little memory for it, and prints how that ended. argv: a folder in memory, MiB.
+
+With 0 MiB it makes eight rings of the usual size instead.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 from pathlib import Path
 
 from snapshotd.api.errors import SnapshotError
+from snapshotd.transport.device.ring import RING_BYTES
 from tests.transport.device.channel import MIB, Nodes, children, noise
 
 
@@ -30,5 +34,14 @@ async def main(folder: Path, size_mib: int) -> None:
             print(f"{scores} {error.code}: {error.message}")
 
 
+async def make_rings(folder: Path) -> None:
+    nodes = Nodes(folder, encrypted=False)
+    try:
+        async with nodes.incoming([f"device-1-{number}" for number in range(8)], ring_bytes=RING_BYTES):
+            print("made")
+    except SnapshotError as error:
+        print(f"{error.code}: {error.message}")
+
+
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])) if int(sys.argv[2]) else make_rings(Path(sys.argv[1])))

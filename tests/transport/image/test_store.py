@@ -356,7 +356,19 @@ def test_memory_for_device_files_is_reserved_until_they_use_it(
         free_bytes -= 8 << 20
 
 
-def test_memory_for_whole_device_files_is_reserved_where_only_a_window_was(
+def test_memory_for_rings_is_reserved_where_no_device_memory_was_expected(
+    store: ImageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_free_bytes", lambda: 100 << 20)
+    store.create(MOVE, 30 << 20)
+    with pytest.raises(Full, match="80 MiB more for its device memory, 70 MiB are free"):
+        store.set_aside(MOVE, ["device-1-0"], 80 << 20, rings=True)
+    for _ in range(2):
+        store.set_aside(MOVE, ["device-1-0"], 60 << 20, rings=True)
+        assert store.room_bytes() == 10 << 20
+
+
+def test_memory_for_whole_device_files_is_reserved_where_only_rings_were(
     store: ImageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "_free_bytes", lambda: 100 << 20)
