@@ -117,6 +117,19 @@ async def test_rings_are_allocated_before_the_freeze_and_count_once(holding_sour
     await parking.close()
 
 
+async def test_memory_that_would_be_handed_over_is_left_to_the_driver(holding_source: Source) -> None:
+    """A thread of the process was parked inside an allocation each time. It has no files, as nothing is to be sent."""
+    parking = await prepared(holding_source)
+    for name in parking.names:
+        (parking.folder / name).unlink()
+    parking.channel.takes_over = True
+    left, other = parking.striped
+    await parking._leave_to_driver(left, "its thread is in an allocation")
+    assert parking.striped == [other]
+    assert "the driver's checkpoint carries" in parking.warnings[-1]
+    await parking.close()
+
+
 async def test_process_that_ended_leaves_no_copier(holding_source: Source) -> None:
     first, _ = holding_source.memories
     parking = await prepared(holding_source)

@@ -310,7 +310,8 @@ class Offload:
             await in_thread(self.node.holder.drop, [one.hold.key])  # what it had handed over when it failed
         await all_at_once(Striped.drop, [one])
         self.striped = [other for other in self.striped if other is not one]
-        await all_at_once(stripe_files.empty, [self.folder / name for name in one.names])
+        if not self.channel.takes_over:  # else it has none
+            await all_at_once(stripe_files.empty, [self.folder / name for name in one.names])
         self._warn(f"the driver's checkpoint carries the device memory of process {one.inner_pid}: {why}")
 
     async def _feed(self, wanted: Sequence[Striped]) -> None:
